@@ -28,7 +28,7 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error on the wire. `code` is stable for programs, `message` is for people and holds no prompt text."""
+    """An error on the wire. `code` is stable for programs; `message` is for people, without prompt text."""
 
     code: str
     message: str

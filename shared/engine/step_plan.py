@@ -1,0 +1,50 @@
+"""One engine step as plain data: what the batcher decided, and what the runner produced.
+
+The batcher knows nothing about tensors; the runner knows nothing about queues, blocks' owners or requests' ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.contracts.sampling import SamplingParams
+
+IN_FLIGHT = -1
+"""Stands in `token_ids` for a token that a step still in flight will sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: positions [start, start + len(token_ids))."""
+
+    seq_id: str
+    start: int  # absolute position of the first token computed in this step
+    token_ids: tuple[int, ...]  # IN_FLIGHT where the step before has not returned yet (only the last entries)
+    block_tables: tuple[tuple[int, ...], ...]  # one per layer group; covers [0, start + len(token_ids))
+    num_logits: (
+        int  # trailing rows whose logits are computed: 0 inside a prompt, 1 for a sample, k + 1 for verification
+    )
+    sampling: SamplingParams | None  # None: rows of logits are computed but nothing is sampled
+    stored_from: int = 0  # positions below this are already stored in shared blocks: their KV is not written again
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step, planned. Never empty. `step` counts from 1 without gaps."""
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step produced, in the plan's order."""
+
+    step: int
+    sampled: tuple[tuple[int, ...], ...]  # per sequence: one token id per logits row, () where nothing was sampled
+    bad_rows: frozenset[int] = field(default_factory=frozenset)  # indices of sequences whose logits were not finite
+    duration_s: float = 0.0
