@@ -1,0 +1,68 @@
+"""What policy promises about one request, signed so that index and workers need not trust the messenger."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.contracts.ids import RequestId, ScopeGeneration, TenantId
+
+
+class Scope(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who may share KV with whom. Derived server-side only; the index adds model digest, KV dtype and block size.
+
+    `authorization` is the sorted authorization set; an empty `tenant` never occurs: no scope, no sharing.
+    """
+
+    tenant: TenantId
+    authorization: tuple[str, ...] = ()
+    generation: ScopeGeneration = ScopeGeneration(1)
+
+
+class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tenant's limits. 0 = no limit."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_context_tokens: int = 0
+    max_output_tokens: int = 0
+
+
+class Placement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the request may run. Empty tuples allow everything."""
+
+    models: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    hardware: tuple[str, ...] = ()
+
+
+class Grant(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """policy's yes to one request.
+
+    `expires_s` is a wall-clock unix time in seconds (Redis time), after which no new work starts under the grant.
+    `budget_s` is how long the request may take from admission. `retention_s` is how long KV blocks of this request may
+    stay in a cache after it ends (-1 = policy default, 0 = never cached).
+    """
+
+    request_id: RequestId
+    tenant: TenantId
+    scope: Scope
+    model: str
+    klass: str  # interactive | analysis | batch
+    reservation_id: str
+    reserved_tokens: int
+    expires_s: float
+    budget_s: float
+    weight: float = 1.0
+    priority: int = 0
+    retention_s: int = -1
+    limits: Limits = Limits()
+    placement: Placement = Placement()
+    policy_version: int = 0
+
+
+class SignedGrant(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`payload` is the msgpack of a Grant, `signature` its Ed25519 signature by policy, `key_id` which key."""
+
+    payload: bytes
+    signature: bytes
+    key_id: str = ""

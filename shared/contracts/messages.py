@@ -1,0 +1,631 @@
+"""Every message of the subjects table. Each docstring names sender → receiver and subject.
+
+A new hop begins here, in `subjects.py` and in `tests/contracts` (golden bytes).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.contracts.attempt import Attempt
+from shared.contracts.errors import ErrorInfo
+from shared.contracts.grants import Limits, SignedGrant
+from shared.contracts.ids import (
+    BlockGeneration,
+    BlockTag,
+    Dispatch,
+    Incarnation,
+    IngressId,
+    KeyVersion,
+    RequestId,
+    ScopeGeneration,
+    TenantId,
+    Term,
+    WorkerId,
+)
+from shared.contracts.message import Message
+from shared.contracts.sampling import SamplingParams
+
+# ---------------------------------------------------------------------------------------------- parts of messages
+
+
+class BlockRef(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One pool block of one layer group at one moment of its life."""
+
+    block_id: int
+    generation: BlockGeneration
+    digest: bytes = b""  # XXH3-128 of the whole span, 16 bytes; empty where none is needed
+
+
+class GroupBlocks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Blocks of one layer group, in position order."""
+
+    group: int
+    first_position: int  # index of the first block in the sequence's block table
+    blocks: tuple[BlockRef, ...] = ()
+
+
+class GroupTags(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tags of the leading full blocks of a prompt in one layer group."""
+
+    group: int
+    tags: tuple[BlockTag, ...] = ()
+
+
+class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A worker's account of one attempt. Token counts; seconds of engine time."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    computed_tokens: int = 0
+    received_tokens: int = 0  # KV that came by hand-off
+    wasted_tokens: int = 0  # computed and thrown away
+    checksum: bytes = b""  # BLAKE2b-128 over the completion's token ids (u32 LE)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    bytes_pulled: int = 0
+    first_token_s: float = 0.0  # from reservation to first sampled token
+
+
+class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One choice's news. Sequence numbers count output tokens of the choice from 0 over all attempts."""
+
+    attempt: Attempt
+    choice: int
+    first_seq: int
+    token_ids: bytes = b""
+    finish: str = ""  # "" | stop | length | cancelled | error
+    totals: Totals | None = None  # with `finish`
+    error: ErrorInfo | None = None  # with finish == "error"
+
+
+class HeldAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An attempt a worker holds, and the next sequence number it will send for each choice."""
+
+    attempt: Attempt
+    next_seq: tuple[int, ...] = ()
+
+
+class AttemptProgress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An attempt in a beat. `progress` is counted by the engine thread: it stands still when the engine does."""
+
+    attempt: Attempt
+    progress: int
+    computed_tokens: int = 0
+
+
+class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Coefficients of the one step-time model, seconds: T = base + token·n + sequence·B + context·ΣS."""
+
+    base_s: float = 0.0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+
+
+class Refusal(Message, frozen=True, kw_only=True):
+    """The receiver's no to a request/reply: status, reason and when to come back. Never an error of the hop."""
+
+    error: ErrorInfo
+    never: bool = False  # no retry anywhere can help (for example: larger than the pool)
+
+
+# ---------------------------------------------------------------------------------------------- policy
+
+
+class Authenticate(Message, frozen=True, kw_only=True):
+    """gateway → policy, `policy.authenticate`. The key itself never leaves the gateway."""
+
+    key_hash: bytes  # SHA-256 of the API key
+
+
+class Identity(Message, frozen=True, kw_only=True):
+    """policy → gateway: whose key it is. Cached by the gateway for at most 5 s, ended early by a PolicyEvent."""
+
+    tenant: TenantId
+    key_id: str
+    admin: bool = False
+    default_max_tokens: int = 1024
+    limits: Limits = Limits()
+    version: int = 0
+
+
+class Admit(Message, frozen=True, kw_only=True):
+    """gateway → policy, `policy.admit`: may this request run, and reserve its quota in one atomic step."""
+
+    request_id: RequestId
+    key_hash: bytes
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int  # per choice
+    choices: int = 1
+    klass: str = ""  # asked class; policy decides
+
+
+class Granted(Message, frozen=True, kw_only=True):
+    """policy → gateway: yes, signed."""
+
+    grant: SignedGrant
+
+
+class ComputeRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Compute one worker spent on one attempt; additive in the ledger."""
+
+    worker: WorkerId
+    attempt: Attempt
+    totals: Totals
+
+
+class Settle(Message, frozen=True, kw_only=True):
+    """gateway → policy, JetStream `policy.settle`: what the request came to. Cumulative, stamped with the epoch.
+
+    A higher epoch replaces an earlier row, an equal one is a no-op; compute rows are additive per (attempt, worker).
+    """
+
+    attempt: Attempt
+    grant: SignedGrant
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    finish: str = ""
+    compute: tuple[ComputeRow, ...] = ()
+
+
+class PolicyEvent(Message, frozen=True, kw_only=True):
+    """policy → all, `policy.events`: a key was revoked, a limit or a scope generation changed."""
+
+    kind: str  # revoked | changed | scope_raised
+    tenant: TenantId
+    key_id: str = ""
+    generation: ScopeGeneration = ScopeGeneration(0)
+    version: int = 0
+
+
+# ---------------------------------------------------------------------------------------------- scheduler
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """ingress → scheduler, `sched.<pool>.submit`. Idempotent: the same attempt again is answered alike.
+
+    `token_ids` is the prompt plus the tokens already committed in earlier epochs; `num_prompt_tokens` says where the
+    prompt ends, so output sequence numbers go on at `len(token_ids) - num_prompt_tokens`.
+    """
+
+    attempt: Attempt
+    ingress_id: IngressId
+    grant: SignedGrant
+    token_ids: bytes
+    num_prompt_tokens: int
+    sampling: tuple[SamplingParams, ...]  # one per choice
+    age_s: float = 0.0  # since the client's request arrived
+    numerics: str = ""  # of the earlier epochs' worker; empty at first
+
+
+class Queued(Message, frozen=True, kw_only=True):
+    """scheduler → ingress: taken. Everything after that comes as events and frames."""
+
+    term: Term
+    position: int = 0
+    predicted_ttft_s: float = 0.0
+
+
+class SchedulerBeat(Message, frozen=True, kw_only=True):
+    """scheduler → all, `sched.<pool>.beat`. A new term makes ingresses resend what has no first token."""
+
+    pool: str
+    term: Term
+    scheduler_id: str
+    queued: int = 0
+    running: int = 0
+
+
+class Placed(Message, frozen=True, kw_only=True):
+    """scheduler → ingress, `gateway.<id>.event`: where the attempt runs and why."""
+
+    number: int  # per ingress, resent until seen
+    attempt: Attempt
+    term: Term
+    decode_worker: WorkerId
+    prefill_worker: WorkerId = WorkerId("")
+    path: str = "local"  # local | handed_off
+    reason: str = ""
+    local_s: float = 0.0  # both estimates, seconds
+    handed_off_s: float = 0.0
+    queue_s: float = 0.0
+    numerics: str = ""
+
+
+class PlacementRefused(Message, frozen=True, kw_only=True):
+    """scheduler → ingress, `gateway.<id>.event`: queued, but can't be placed (for ever, or in its budget)."""
+
+    number: int
+    attempt: Attempt
+    error: ErrorInfo
+
+
+class WorkerLost(Message, frozen=True, kw_only=True):
+    """scheduler → ingress, `gateway.<id>.event`: a worker is gone; raise the epoch of what it held."""
+
+    number: int
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str = ""
+
+
+class EventsSeen(Message, frozen=True, kw_only=True):
+    """ingress → scheduler, in reply to an event: everything up to `number` was seen."""
+
+    number: int
+
+
+# ---------------------------------------------------------------------------------------------- prefix cache index
+
+
+class Match(Message, frozen=True, kw_only=True):
+    """scheduler → index, `index.match`: tags of the prompt's leading full blocks, and who holds how many of them."""
+
+    grant: SignedGrant
+    token_ids: bytes
+
+
+class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How much of a chain a worker holds, in leading blocks per layer group."""
+
+    worker: WorkerId
+    blocks: tuple[int, ...]
+
+
+class Matched(Message, frozen=True, kw_only=True):
+    """index → scheduler. Capped at floor((n - 1) / block_size) blocks."""
+
+    scope_generation: ScopeGeneration
+    tags: tuple[GroupTags, ...] = ()
+    holders: tuple[Holder, ...] = ()
+
+
+class ExtendRun(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Full blocks to be tagged: they follow `parent` (or, with an empty parent, start at position 0)."""
+
+    attempt: Attempt
+    group: int
+    grant: SignedGrant
+    token_ids: bytes  # of the new blocks only, whole blocks
+    blocks: tuple[BlockRef, ...]  # without digests
+    parent: BlockTag = BlockTag(b"")
+
+
+class Extend(Message, frozen=True, kw_only=True):
+    """worker → index, `index.extend`: committed full blocks that want tags. Batched and asynchronous."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    runs: tuple[ExtendRun, ...]
+
+
+class ExtendedRun(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tags for one run, in order; empty with `error` when the run was refused."""
+
+    tags: tuple[BlockTag, ...] = ()
+    scope_generation: ScopeGeneration = ScopeGeneration(0)
+    error: ErrorInfo | None = None
+
+
+class Extended(Message, frozen=True, kw_only=True):
+    """index → worker: one entry per run asked for."""
+
+    runs: tuple[ExtendedRun, ...]
+
+
+class BlockEvents(Message, frozen=True, kw_only=True):
+    """worker → index, `index.events.<worker>`, numbered from 1 in each incarnation; a gap → replay."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    number: int
+    stored: tuple[GroupTags, ...] = ()
+    removed: tuple[GroupTags, ...] = ()
+    snapshot: bool = False  # `stored` is everything the worker holds
+
+
+class Replay(Message, frozen=True, kw_only=True):
+    """index → worker, `index.replay.<worker>`: send a snapshot; events after `number` are lost to me."""
+
+    number: int
+
+
+class Purge(Message, frozen=True, kw_only=True):
+    """admin → index, `index.purge`: end a scope generation."""
+
+    tenant: TenantId
+    authorization: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class PurgeReceipt(Message, frozen=True, kw_only=True):
+    """index → admin: what was ended, and which workers have not answered yet."""
+
+    purge_id: str
+    key_version: KeyVersion
+    generation: ScopeGeneration
+    pending: tuple[WorkerId, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------- workers
+
+
+class Reserve(Message, frozen=True, kw_only=True):
+    """scheduler → one decode worker, `decode.<worker>.reserve`: the whole request.
+
+    Accepted means: blocks pinned, and finished without the scheduler, by the worker's own prefill if no KV comes.
+    """
+
+    attempt: Attempt
+    term: Term
+    ingress_id: IngressId
+    grant: SignedGrant
+    token_ids: bytes
+    num_prompt_tokens: int
+    sampling: tuple[SamplingParams, ...]
+    tags: tuple[GroupTags, ...] = ()
+    prefill_worker: WorkerId = WorkerId("")  # empty: local
+    lease_s: float = 10.0
+
+
+class Reserved(Message, frozen=True, kw_only=True):
+    """decode worker → scheduler: yes, with the true hit."""
+
+    incarnation: Incarnation
+    num_cached_tokens: int
+    lease_token: bytes  # 16 random bytes; needed to read this attempt's KV over TCP, and echoed in commits
+    fingerprint: str = ""
+    already_running: bool = False  # a lower attempt was re-stamped and goes on; no prefill leg is needed
+
+
+class PrefillRun(Message, frozen=True, kw_only=True):
+    """scheduler → one prefill worker, `prefill.<worker>.run`: KV for `token_ids`, the prompt without its last."""
+
+    attempt: Attempt
+    term: Term
+    grant: SignedGrant
+    token_ids: bytes
+    decode_worker: WorkerId
+    lease_token: bytes
+    decode_incarnation: Incarnation
+    first_token: int = 0  # the decode worker already holds [0, first_token)
+    tags: tuple[GroupTags, ...] = ()
+    lease_s: float = 10.0
+
+
+class PrefillAccepted(Message, frozen=True, kw_only=True):
+    """prefill worker → scheduler."""
+
+    incarnation: Incarnation
+    num_cached_tokens: int = 0
+    fingerprint: str = ""
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """ingress or scheduler → one worker, `{decode,prefill}.<worker>.cancel`: end this and older attempts."""
+
+    attempt: Attempt
+    reason: str = ""
+
+
+class Cancelled(Message, frozen=True, kw_only=True):
+    """worker → asker. `held` is false when the worker did not hold the attempt."""
+
+    held: bool
+    totals: Totals | None = None
+
+
+class Finish(Message, frozen=True, kw_only=True):
+    """ingress → decode worker, `decode.<worker>.finish`: a stop string matched; keep `num_tokens` output tokens."""
+
+    attempt: Attempt
+    choice: int
+    num_tokens: int
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """decode worker → ingress: the account cut at `num_tokens`; the rest is booked as waste."""
+
+    held: bool
+    totals: Totals | None = None
+
+
+class StreamReplay(Message, frozen=True, kw_only=True):
+    """ingress → decode worker, `decode.<worker>.replay`: I miss tokens from `from_seq` on."""
+
+    attempt: Attempt
+    choice: int
+    from_seq: int
+
+
+class StreamReplayed(Message, frozen=True, kw_only=True):
+    """decode worker → ingress: the records again; empty with held=False when the worker has forgotten the attempt."""
+
+    held: bool
+    records: tuple[StreamRecord, ...] = ()
+
+
+class FinalAck(Message, frozen=True, kw_only=True):
+    """ingress → decode worker, `decode.<worker>.ack`: these finals arrived; forget them."""
+
+    attempts: tuple[Attempt, ...]
+
+
+class FinalAcked(Message, frozen=True, kw_only=True):
+    """decode worker → ingress."""
+
+
+class Migrate(Message, frozen=True, kw_only=True):
+    """scheduler → decode worker, `decode.<worker>.migrate`: give this attempt to another worker."""
+
+    attempt: Attempt
+    term: Term
+    target: WorkerId
+
+
+class Migrated(Message, frozen=True, kw_only=True):
+    """decode worker → scheduler: whether the attempt moved."""
+
+    moved: bool
+    totals: Totals | None = None
+
+
+class HandoffCommit(Message, frozen=True, kw_only=True):
+    """prefill → decode worker, `handoff.<decode worker>.commit`. Cumulative and numbered from 1.
+
+    Commit `number` names every finished block of [first_token, num_tokens); a receiver that missed earlier ones needs
+    nothing else. A partial tail block is named only in the last commit, with its valid length; the rest of it is zero.
+    """
+
+    attempt: Attempt
+    source: WorkerId
+    source_incarnation: Incarnation
+    number: int
+    lease_token: bytes
+    fingerprint: str
+    pool: str  # file name of the source's pool inside the shared KV folder
+    num_tokens: int  # KV of [0, num_tokens) is final at the source
+    groups: tuple[GroupBlocks, ...] = ()
+    last: bool = False
+    cached_tokens: int = 0
+    error: ErrorInfo | None = None  # prefill failed: go on alone
+
+
+class HandoffAck(Message, frozen=True, kw_only=True):
+    """decode → prefill worker, `handoff.<prefill worker>.ack`: pulled and checked up to `num_tokens`."""
+
+    attempt: Attempt
+    worker: WorkerId
+    number: int  # of the highest commit taken
+    num_tokens: int
+    done: bool = False
+    resend: bool = False  # a commit is missing: send the newest again
+
+
+class HandoffRelease(Message, frozen=True, kw_only=True):
+    """decode → prefill worker, `handoff.<prefill worker>.release`: the source's blocks are no longer needed."""
+
+    attempt: Attempt
+    worker: WorkerId
+    reason: str = ""
+
+
+class WorkerBeat(Message, frozen=True, kw_only=True):
+    """worker → scheduler, index and peers, `worker.<id>.beat`, once a second and on change."""
+
+    worker: WorkerId
+    role: str  # prefill | decode
+    pool: str  # model pool
+    incarnation: Incarnation
+    boot_id: str
+    host: str
+    number: int
+    term: Term = Term(0)  # highest leader's term seen
+    free_blocks: tuple[int, ...] = ()  # per group, cached but unreferenced ones included
+    total_blocks: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()  # per group
+    token_budget: int = 0  # most tokens in one step
+    running: int = 0
+    waiting: int = 0
+    max_sequences: int = 0
+    queue_tokens: int = 0  # prompt tokens not yet computed
+    attempts: tuple[AttemptProgress, ...] = ()
+    step_model: StepModel = StepModel()
+    numerics: str = ""
+    fingerprint: str = ""
+    model_digest: str = ""
+    kv_pool: str = ""  # file name of its pool
+    draining: bool = False
+    fake: bool = False
+
+
+class StreamFrame(Message, frozen=True, kw_only=True):
+    """decode worker → ingress, `stream.<ingress>`: one a step with the records of all that ingress's requests.
+
+    Once a second a frame without records lists the attempts held with their next sequence numbers, which shows lost
+    tails. Frames are split at MAX_MESSAGE_BYTES.
+    """
+
+    worker: WorkerId
+    incarnation: Incarnation
+    number: int
+    records: tuple[StreamRecord, ...] = ()
+    held: tuple[HeldAttempt, ...] = ()
+    listing: bool = False  # `held` is complete
+
+
+class GatewayBeat(Message, frozen=True, kw_only=True):
+    """ingress → workers, `gateway.<id>.beat`: alive, and these attempts are mine; workers drop the others' work."""
+
+    ingress_id: IngressId
+    number: int
+    requests: tuple[RequestId, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------- traces
+
+
+class SpanRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One finished OpenTelemetry span. Ids in hex, times in unix nanoseconds; attributes never hold prompt text."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    service: str
+    start_ns: int
+    end_ns: int
+    status: str = ""  # "" | ok | error
+    attributes: dict[str, str | int | float | bool] = {}
+    events: tuple[tuple[str, int], ...] = ()  # (name, unix ns)
+    links: tuple[str, ...] = ()  # trace ids
+
+
+class SpanBatch(Message, frozen=True, kw_only=True):
+    """service → gateways, `trace.<service>`: finished spans for `./baton trace`. Lossy by design."""
+
+    service: str
+    spans: tuple[SpanRecord, ...]
+
+
+# ---------------------------------------------------------------------------------------------- durable (JetStream)
+
+
+class PurgeOrder(Message, frozen=True, kw_only=True):
+    """index → owners of copies, JetStream `purge.order`: overwrite and forget."""
+
+    purge_id: str
+    tenant: TenantId
+    generation: ScopeGeneration
+    reason: str = ""
+
+
+class PurgeAck(Message, frozen=True, kw_only=True):
+    """owner → index, JetStream `purge.ack`."""
+
+    purge_id: str
+    owner: str
+    counts: tuple[int, ...] = ()
+
+
+class AuditRecord(Message, frozen=True, kw_only=True):
+    """service → audit chain, JetStream `audit.<service>`: who did what to whom; never prompt text."""
+
+    service: str
+    number: int
+    action: str
+    tenant: TenantId = TenantId("")
+    subject: str = ""
+    wall_time_s: float = 0.0
+
+
+class BatchItem(Message, frozen=True, kw_only=True):
+    """tenant → batch service, JetStream `batch.<tenant>.<class>`: one OpenAI batch line, as it stands."""
+
+    custom_id: str
+    line: bytes
+    dispatch: Dispatch = Dispatch(0)

@@ -1,0 +1,226 @@
+"""Every subject of the system, built in one place, and the table permissions are generated from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shared.contracts import messages as m
+from shared.contracts.errors import ProtocolError
+from shared.contracts.ids import IngressId, TenantId, WorkerId, is_id
+
+PREFIX = "baton.v1"
+
+
+def _id(text: str) -> str:
+    if not is_id(text):
+        raise ProtocolError(f"{text!r} may not stand in a subject: ids are [a-z0-9-]{{1,40}}")
+    return text
+
+
+POLICY_AUTHENTICATE = f"{PREFIX}.policy.authenticate"
+POLICY_ADMIT = f"{PREFIX}.policy.admit"
+POLICY_SETTLE = f"{PREFIX}.policy.settle"
+POLICY_EVENTS = f"{PREFIX}.policy.events"
+INDEX_MATCH = f"{PREFIX}.index.match"
+INDEX_EXTEND = f"{PREFIX}.index.extend"
+INDEX_PURGE = f"{PREFIX}.index.purge"
+PURGE_ORDER = f"{PREFIX}.purge.order"
+PURGE_ACK = f"{PREFIX}.purge.ack"
+
+
+def sched_submit(pool: str) -> str:
+    return f"{PREFIX}.sched.{_id(pool)}.submit"
+
+
+def sched_beat(pool: str) -> str:
+    return f"{PREFIX}.sched.{_id(pool)}.beat"
+
+
+def gateway_event(ingress: IngressId) -> str:
+    return f"{PREFIX}.gateway.{_id(ingress)}.event"
+
+
+def gateway_beat(ingress: IngressId) -> str:
+    return f"{PREFIX}.gateway.{_id(ingress)}.beat"
+
+
+def index_events(worker: WorkerId) -> str:
+    return f"{PREFIX}.index.events.{_id(worker)}"
+
+
+def index_replay(worker: WorkerId) -> str:
+    return f"{PREFIX}.index.replay.{_id(worker)}"
+
+
+def worker_beat(worker: WorkerId) -> str:
+    return f"{PREFIX}.worker.{_id(worker)}.beat"
+
+
+def decode(worker: WorkerId, verb: str) -> str:
+    """verb: reserve | cancel | finish | replay | ack | migrate"""
+    return f"{PREFIX}.decode.{_id(worker)}.{_id(verb)}"
+
+
+def prefill(worker: WorkerId, verb: str) -> str:
+    """verb: run | cancel"""
+    return f"{PREFIX}.prefill.{_id(worker)}.{_id(verb)}"
+
+
+def handoff(worker: WorkerId, verb: str) -> str:
+    """verb: commit (to a decode worker) | ack | release (to a prefill worker)"""
+    return f"{PREFIX}.handoff.{_id(worker)}.{_id(verb)}"
+
+
+def stream(ingress: IngressId) -> str:
+    return f"{PREFIX}.stream.{_id(ingress)}"
+
+
+def trace(service: str) -> str:
+    return f"{PREFIX}.trace.{_id(service)}"
+
+
+def audit(service: str) -> str:
+    return f"{PREFIX}.audit.{_id(service)}"
+
+
+def batch(tenant: TenantId, klass: str) -> str:
+    return f"{PREFIX}.batch.{_id(tenant)}.{_id(klass)}"
+
+
+ANY_WORKER_BEAT = f"{PREFIX}.worker.*.beat"
+ANY_GATEWAY_BEAT = f"{PREFIX}.gateway.*.beat"
+ANY_SCHED_BEAT = f"{PREFIX}.sched.*.beat"
+ANY_TRACE = f"{PREFIX}.trace.*"
+ANY_INDEX_EVENTS = f"{PREFIX}.index.events.*"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One row of the subjects table.
+
+    `kind` is request (request/reply), publish (core NATS) or stream (JetStream). `pattern` is the subject with `*` for
+    ids: what permissions are made of. `senders` publish it, `receivers` subscribe to it.
+    """
+
+    name: str
+    kind: str
+    pattern: str
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
+    message: Any
+    reply: Any = None
+
+
+INGRESS = ("gateway",)
+WORKERS = ("prefill", "decode")
+SERVICES = (*INGRESS, "policy", "scheduler", "prefix-cache-index", *WORKERS)
+"""The service names of subjects, NATS users and `service.name`: ids, so with hyphens."""
+
+HOPS: tuple[Hop, ...] = (
+    Hop(
+        "policy.authenticate",
+        "request",
+        POLICY_AUTHENTICATE,
+        INGRESS,
+        ("policy",),
+        m.Authenticate,
+        m.Identity | m.Refusal,
+    ),
+    Hop("policy.admit", "request", POLICY_ADMIT, INGRESS, ("policy",), m.Admit, m.Granted | m.Refusal),
+    Hop("policy.settle", "stream", POLICY_SETTLE, INGRESS, ("policy",), m.Settle),
+    Hop(
+        "policy.events",
+        "publish",
+        POLICY_EVENTS,
+        ("policy",),
+        ("gateway", "scheduler", "prefix-cache-index", *WORKERS),
+        m.PolicyEvent,
+    ),
+    Hop("sched.submit", "request", f"{PREFIX}.sched.*.submit", INGRESS, ("scheduler",), m.Submit, m.Queued | m.Refusal),
+    Hop("sched.beat", "publish", ANY_SCHED_BEAT, ("scheduler",), ("gateway", "scheduler", *WORKERS), m.SchedulerBeat),
+    Hop(
+        "gateway.event",
+        "request",
+        f"{PREFIX}.gateway.*.event",
+        ("scheduler",),
+        INGRESS,
+        m.Placed | m.PlacementRefused | m.WorkerLost,
+        m.EventsSeen,
+    ),
+    Hop("gateway.beat", "publish", ANY_GATEWAY_BEAT, INGRESS, ("scheduler", *WORKERS), m.GatewayBeat),
+    Hop("index.match", "request", INDEX_MATCH, ("scheduler",), ("prefix-cache-index",), m.Match, m.Matched | m.Refusal),
+    Hop("index.extend", "request", INDEX_EXTEND, WORKERS, ("prefix-cache-index",), m.Extend, m.Extended | m.Refusal),
+    Hop(
+        "index.purge", "request", INDEX_PURGE, ("admin",), ("prefix-cache-index",), m.Purge, m.PurgeReceipt | m.Refusal
+    ),
+    Hop("index.replay", "publish", f"{PREFIX}.index.replay.*", ("prefix-cache-index",), WORKERS, m.Replay),
+    Hop("index.events", "publish", ANY_INDEX_EVENTS, WORKERS, ("prefix-cache-index",), m.BlockEvents),
+    Hop(
+        "decode.reserve",
+        "request",
+        f"{PREFIX}.decode.*.reserve",
+        ("scheduler",),
+        ("decode",),
+        m.Reserve,
+        m.Reserved | m.Refusal,
+    ),
+    Hop(
+        "decode.cancel",
+        "request",
+        f"{PREFIX}.decode.*.cancel",
+        ("gateway", "scheduler"),
+        ("decode",),
+        m.Cancel,
+        m.Cancelled,
+    ),
+    Hop("decode.finish", "request", f"{PREFIX}.decode.*.finish", INGRESS, ("decode",), m.Finish, m.Finished),
+    Hop(
+        "decode.replay", "request", f"{PREFIX}.decode.*.replay", INGRESS, ("decode",), m.StreamReplay, m.StreamReplayed
+    ),
+    Hop("decode.ack", "request", f"{PREFIX}.decode.*.ack", INGRESS, ("decode",), m.FinalAck, m.FinalAcked),
+    Hop("decode.migrate", "request", f"{PREFIX}.decode.*.migrate", ("scheduler",), ("decode",), m.Migrate, m.Migrated),
+    Hop(
+        "prefill.run",
+        "request",
+        f"{PREFIX}.prefill.*.run",
+        ("scheduler",),
+        ("prefill",),
+        m.PrefillRun,
+        m.PrefillAccepted | m.Refusal,
+    ),
+    Hop(
+        "prefill.cancel",
+        "request",
+        f"{PREFIX}.prefill.*.cancel",
+        ("gateway", "scheduler"),
+        ("prefill",),
+        m.Cancel,
+        m.Cancelled,
+    ),
+    Hop("handoff.commit", "publish", f"{PREFIX}.handoff.*.commit", ("prefill",), ("decode",), m.HandoffCommit),
+    Hop("handoff.ack", "publish", f"{PREFIX}.handoff.*.ack", ("decode",), ("prefill",), m.HandoffAck),
+    Hop("handoff.release", "publish", f"{PREFIX}.handoff.*.release", ("decode",), ("prefill",), m.HandoffRelease),
+    Hop(
+        "worker.beat",
+        "publish",
+        ANY_WORKER_BEAT,
+        WORKERS,
+        ("scheduler", "prefix-cache-index", "gateway", *WORKERS),
+        m.WorkerBeat,
+    ),
+    Hop("stream", "publish", f"{PREFIX}.stream.*", ("decode",), INGRESS, m.StreamFrame),
+    Hop("trace", "publish", f"{PREFIX}.trace.*", SERVICES, INGRESS, m.SpanBatch),
+    Hop("purge.order", "stream", PURGE_ORDER, ("prefix-cache-index", "policy"), ("policy", *WORKERS), m.PurgeOrder),
+    Hop("purge.ack", "stream", PURGE_ACK, ("policy", *WORKERS), ("prefix-cache-index",), m.PurgeAck),
+    Hop(
+        "audit",
+        "stream",
+        f"{PREFIX}.audit.*",
+        SERVICES,
+        ("policy",),
+        m.AuditRecord,
+    ),
+    Hop("batch", "stream", f"{PREFIX}.batch.*.*", ("tenant",), ("batch",), m.BatchItem),
+)
+"""The whole table. `audit.<service>` and `trace.<service>` are narrowed to the sender's own name in permissions."""
