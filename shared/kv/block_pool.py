@@ -1,0 +1,277 @@
+"""Who holds which KV block: reference counts, generations, tags and the order of eviction, per layer group.
+
+Pure bookkeeping: knows block ids, never bytes. The planner thread owns a pool; nobody else may touch it.
+
+Every block is in exactly one of three states:
+
+    referenced   refcount > 0; named by that many block tables, or once by the cleaner while it is being zeroed
+    cached       refcount 0 and tagged; can be matched, and is evicted oldest first when nothing is free
+    free         refcount 0 and untagged; its old contents mean nothing, save to a tag that is still on its way
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shared.contracts.ids import BlockGeneration, BlockTag
+from shared.kv.layout import PoolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class TagEvents:
+    """What changed for the index since the last drain; a tag stands in one list at most, with its final state."""
+
+    stored: tuple[BlockTag, ...] = ()
+    removed: tuple[BlockTag, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks of one group by state; the three always add up to the size of the group."""
+
+    free: int
+    used: int
+    cached: int
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out now: the free ones and, by eviction, the cached ones."""
+        return self.free + self.cached
+
+
+@dataclass(slots=True)
+class _Block:
+    generation: int = 0
+    refcount: int = 0
+    condemned: bool = False  # never tagged again, and zeroed before it is reused
+    tag: BlockTag | None = None
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class GroupPool:
+    """The blocks of one layer group."""
+
+    num_blocks: int
+    block_size: int  # token slots in a block
+    _blocks: list[_Block] = field(init=False)
+    _free: OrderedDict[int, None] = field(init=False)  # oldest first, so that late tags find their block
+    _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # least recently used first
+    _by_tag: dict[BlockTag, int] = field(init=False, default_factory=dict)
+    _events: dict[BlockTag, bool] = field(init=False, default_factory=dict)  # True: stored
+    _dirty: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._blocks = [_Block() for _ in range(self.num_blocks)]
+        self._free = OrderedDict.fromkeys(range(self.num_blocks))
+
+    @property
+    def counts(self) -> BlockCounts:
+        free, cached = len(self._free), len(self._cached)
+        return BlockCounts(free=free, used=self.num_blocks - free - cached, cached=cached)
+
+    def generation(self, block_id: int) -> BlockGeneration:
+        """How often the block has been handed out to a new owner."""
+        return BlockGeneration(self._blocks[block_id].generation)
+
+    def refcount(self, block_id: int) -> int:
+        return self._blocks[block_id].refcount
+
+    def tags(self) -> tuple[BlockTag, ...]:
+        """Every tag the group can be matched by: the snapshot of a replay."""
+        return tuple(self._by_tag)
+
+    def match(self, tags: Sequence[BlockTag], token_ids: Sequence[int]) -> list[int]:
+        """Blocks of the longest prefix of `tags` held here whose token ids also compare equal. Takes no reference."""
+        hit: list[int] = []
+        for i, tag in enumerate(tags):
+            block_id = self._by_tag.get(tag)
+            wanted = tuple(token_ids[i * self.block_size : (i + 1) * self.block_size])
+            if block_id is None or self._blocks[block_id].token_ids != wanted:
+                break
+            hit.append(block_id)
+        return hit
+
+    def can_take(self, shared: Sequence[int], num_new: int) -> bool:
+        """True if `shared` can be referenced and `num_new` blocks allocated besides."""
+        pinned = sum(1 for block_id in set(shared) if block_id in self._cached)
+        return num_new <= len(self._free) + len(self._cached) - pinned
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to tagged blocks. A shared block is never written."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.tag is None:
+                raise ValueError(f"block {block_id} has no tag and cannot be shared")
+            self._cached.pop(block_id, None)
+            block.refcount += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` blocks to a new owner, evicting cached ones, oldest first, when none is free.
+
+        Raises:
+            MemoryError: fewer than `count` are available; nothing was handed out.
+        """
+        if count > len(self._free) + len(self._cached):
+            raise MemoryError(f"{count} blocks asked for, {self.counts.available} available")
+        block_ids: list[int] = []
+        for _ in range(count):
+            if self._free:
+                block_id, _ = self._free.popitem(last=False)
+            else:
+                block_id, _ = self._cached.popitem(last=False)
+                self._untag(block_id)
+            block = self._blocks[block_id]
+            block.generation += 1
+            block.refcount = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference of each block of a table given in position order; its tail becomes the oldest."""
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            if block.refcount <= 0:
+                raise ValueError(f"block {block_id} is freed more often than it was referenced")
+            if block.refcount == 1 and block.condemned:
+                self._dirty.append(block_id)  # the last reference passes to the cleaner
+                continue
+            block.refcount -= 1
+            if block.refcount == 0:
+                (self._free if block.tag is None else self._cached)[block_id] = None
+
+    def tag(self, block_id: int, generation: int, tag: BlockTag, token_ids: Sequence[int]) -> bool:
+        """Make a full, finished block findable. Answers False, and changes nothing, when
+
+        the block has been handed out again since `generation`, was condemned, has a tag already, or the tag already
+        names another block (the older copy is kept, as others may share it).
+
+        Raises:
+            ValueError: `token_ids` is not one full block.
+        """
+        if len(token_ids) != self.block_size:
+            raise ValueError(f"a tag needs {self.block_size} token ids, not {len(token_ids)}")
+        block = self._blocks[block_id]
+        if block.generation != generation or block.condemned or block.tag is not None or tag in self._by_tag:
+            return False
+        block.tag = tag
+        block.token_ids = tuple(token_ids)
+        self._by_tag[tag] = block_id
+        self._events[tag] = True
+        if block.refcount == 0:
+            del self._free[block_id]
+            self._cached[block_id] = None
+        return True
+
+    def condemn(self, block_ids: Iterable[int]) -> None:
+        """Distrust referenced blocks: untagged now, and held back for zeroing once the last reference is gone."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.refcount <= 0:
+                raise ValueError(f"block {block_id} is condemned but nobody holds it")
+            block.condemned = True
+            if block.tag is not None:
+                self._untag(block_id)
+
+    def take_dirty(self) -> list[int]:
+        """Condemned blocks that nobody but the cleaner holds any more; each must come back through `cleaned`."""
+        dirty, self._dirty = self._dirty, []
+        return dirty
+
+    def cleaned(self, block_ids: Iterable[int]) -> None:
+        """Blocks of `take_dirty` are zeroed and may be handed out again."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if not block.condemned or block.refcount != 1:
+                raise ValueError(f"block {block_id} is not waiting to be cleaned")
+            block.condemned = False
+            block.refcount = 0
+            self._free[block_id] = None
+
+    def drain_events(self) -> TagEvents:
+        """Tags stored and removed since the last call."""
+        events, self._events = self._events, {}
+        return TagEvents(
+            stored=tuple(t for t, stored in events.items() if stored),
+            removed=tuple(t for t, stored in events.items() if not stored),
+        )
+
+    def check(self, references: Sequence[int] | None = None) -> None:
+        """Assert that free + referenced + cached is the whole group and that every index agrees.
+
+        Args:
+            references: how often each block is named by the owners, if they are known.
+        """
+        used = {i for i, b in enumerate(self._blocks) if b.refcount > 0}
+        free, cached = set(self._free), set(self._cached)
+        assert len(used) + len(free) + len(cached) == self.num_blocks, "free + referenced + cached is not the total"
+        assert used | free | cached == set(range(self.num_blocks)), "a block is in no state, or in two"
+        assert all(self._blocks[i].tag is None for i in free), "a free block has a tag"
+        assert all(self._blocks[i].tag is not None for i in cached), "a cached block has no tag"
+        assert all(b.refcount >= 0 for b in self._blocks), "a refcount is negative"
+        tagged = {b.tag: i for i, b in enumerate(self._blocks) if b.tag is not None}
+        assert tagged == self._by_tag, "the tag map does not name the tagged blocks"
+        if references is not None:
+            assert list(references) == [b.refcount for b in self._blocks], "refcounts differ from the owners' tables"
+
+    def _untag(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        assert block.tag is not None
+        del self._by_tag[block.tag]
+        self._events[block.tag] = False
+        block.tag = None
+        block.token_ids = ()
+
+
+class BlockPool:
+    """The groups' pools side by side; every argument and result is plural per group."""
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self.groups = tuple(
+            GroupPool(num_blocks, group.block_size)
+            for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
+        )
+        # a hit must end on a block boundary of every group
+        self._step = math.lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def counts(self) -> tuple[BlockCounts, ...]:
+        return tuple(group.counts for group in self.groups)
+
+    def blocks_for(self, num_tokens: int) -> tuple[int, ...]:
+        """Blocks per group that hold `num_tokens` token slots."""
+        return tuple(-(-num_tokens // group.block_size) for group in self.groups)
+
+    def match(
+        self, tags: Sequence[Sequence[BlockTag]], token_ids: Sequence[int], max_tokens: int
+    ) -> tuple[list[int], ...]:
+        """Blocks per group of the longest prefix that all groups hold, of at most `max_tokens` tokens.
+
+        For a sequence that samples, `max_tokens` is n - 1: the hit is capped at floor((n - 1) / block_size) blocks,
+        because the last token must be computed to have logits.
+        """
+        if len(tags) != len(self.groups):
+            return tuple([] for _ in self.groups)
+        hits = [
+            group.match(group_tags[: max_tokens // group.block_size], token_ids)
+            for group, group_tags in zip(self.groups, tags, strict=True)
+        ]
+        shortest = min(len(hit) * group.block_size for hit, group in zip(hits, self.groups, strict=True))
+        num_tokens = shortest // self._step * self._step
+        return tuple(hit[: num_tokens // group.block_size] for hit, group in zip(hits, self.groups, strict=True))
+
+    def take_dirty(self) -> tuple[tuple[int, int], ...]:
+        """(group, block id) of condemned blocks to zero; each must come back through `cleaned`."""
+        return tuple((g, block_id) for g, group in enumerate(self.groups) for block_id in group.take_dirty())
+
+    def cleaned(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """(group, block id) of `take_dirty` that are zeroed."""
+        for group, block_id in blocks:
+            self.groups[group].cleaned([block_id])
+
+    def drain_events(self) -> tuple[TagEvents, ...]:
+        """Tags stored and removed since the last call, per group."""
+        return tuple(group.drain_events() for group in self.groups)

@@ -1,0 +1,43 @@
+"""The blocks of one sequence in one layer group, in position order.
+
+Ownership, in token positions of a table with block size b:
+
+    [0, num_shared * b)               shared with other tables; read, never written
+    [num_shared * b, len(table) * b)  this sequence's own; written by its steps, or by the hand-off that pulls for it,
+                                      until they are full; from then on others may share them once they are tagged
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts.ids import BlockGeneration
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Block ids with the generations they were taken at."""
+
+    block_size: int  # token slots in a block
+    block_ids: tuple[int, ...]
+    generations: tuple[BlockGeneration, ...]
+    num_shared: int  # leading blocks found in the prefix cache
+
+    def __post_init__(self) -> None:
+        if len(self.block_ids) != len(self.generations) or not 0 <= self.num_shared <= len(self.block_ids):
+            raise ValueError("a block table needs one generation per block, and at most all of it is shared")
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The blocks this sequence may write."""
+        return self.block_ids[self.num_shared :]
+
+    def covering(self, num_tokens: int) -> tuple[int, ...]:
+        """Ids of the blocks that hold [0, num_tokens). Raises IndexError when the table is shorter."""
+        count = -(-num_tokens // self.block_size)
+        if count > len(self.block_ids):
+            raise IndexError(f"{num_tokens} tokens need {count} blocks, the table has {len(self.block_ids)}")
+        return self.block_ids[:count]
