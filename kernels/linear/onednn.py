@@ -1,0 +1,48 @@
+"""Linear over a weight packed once into oneDNN's blocked layout, through the operators torch's own compiler uses.
+
+`F.linear` packs the weight anew in every call; for a few rows that costs as much as the product itself.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+_PACK_ROWS = 16
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def supports(dtype: torch.dtype) -> bool:
+    return dtype in _DTYPES
+
+
+@cache
+def is_available() -> bool:
+    """True if this torch build has the packed operators and they run here in every supported dtype."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    try:
+        for dtype in _DTYPES:
+            x = torch.ones(8, 64, dtype=dtype)
+            y = OneDnnWeight(torch.ones(32, 64, dtype=dtype)).apply(x)
+            if not bool((y == 64).all()):
+                return False
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class OneDnnWeight:
+    """A packed weight. The plain matrix is not kept."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        with torch.inference_mode(False):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def apply(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self._linear(x, self._packed, None, "none", [], ""))

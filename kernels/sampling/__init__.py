@@ -1,0 +1,50 @@
+"""Drawing tokens: argmax over the surviving tokens of log p + Gumbel(seed, position, token id).
+
+The Gumbel-max trick (Gumbel 1954; Maddison et al. 2014) makes a draw a pure function of the row's logits and
+(seed, absolute position): neighbours, batching and failover cannot move it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import reference
+from kernels.sampling.noise import gumbel, gumbel_all, uniform
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How one row is sampled."""
+
+    temperature: float  # 0 = greedy
+    top_k: int  # 0 = off
+    top_p: float  # 1 = off
+    seed: int  # 64 bit
+    position: int  # absolute position of the token drawn
+
+
+def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
+    """One token id per row.
+
+    Order: temperature, then top-k (exactly k survive, ties to the lowest ids), then top-p (the smallest set whose mass
+    reaches p, at least one token, ties to the lowest ids), then the draw in float32, ties to the lowest id. log p stands
+    up to the row's constant, which cannot move the argmax.
+
+    Args:
+        logits: [num_rows, vocab_size] float32 (or float64, rounded to float32 first), contiguous, on the CPU.
+    """
+    assert logits.ndim == 2 and logits.shape[0] == len(rows), (logits.shape, len(rows))
+    assert logits.dtype in (torch.float32, torch.float64), logits.dtype
+    values = logits.to(torch.float32).numpy()
+    return [
+        reference.greedy(values[i])
+        if row.temperature == 0
+        else reference.sample(values[i], row.temperature, row.top_k, row.top_p, row.seed, row.position)
+        for i, row in enumerate(rows)
+    ]
+
+
+__all__ = ["RowSampling", "gumbel", "gumbel_all", "sample", "uniform"]

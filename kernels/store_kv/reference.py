@@ -1,0 +1,42 @@
+"""store_kv in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Where the tokens of one step go."""
+
+    num_tokens: int
+    block_size: int
+    num_blocks: int  # one more than the highest block written
+    rows: Tensor | None  # [num_stored] int64 token indices; None = all, in order
+    blocks: Tensor  # [num_stored] int64
+    offsets: Tensor  # [num_stored] int64
+
+
+def plan_store(slot_mapping: Sequence[int], block_size: int) -> StorePlan:
+    stored = [(row, slot) for row, slot in enumerate(slot_mapping) if slot >= 0]
+    blocks = [slot // block_size for _, slot in stored]
+    return StorePlan(
+        num_tokens=len(slot_mapping),
+        block_size=block_size,
+        num_blocks=max(blocks, default=-1) + 1,
+        rows=None if len(stored) == len(slot_mapping) else torch.tensor([row for row, _ in stored], dtype=torch.int64),
+        blocks=torch.tensor(blocks, dtype=torch.int64),
+        offsets=torch.tensor([slot % block_size for _, slot in stored], dtype=torch.int64),
+    )
+
+
+def store_kv(kv: Tensor, pool: Tensor, plan: StorePlan) -> None:
+    if plan.blocks.numel() == 0:
+        return
+    rows = kv if plan.rows is None else kv.index_select(0, plan.rows)
+    by_slot = pool.permute(0, 3, 1, 2, 4)  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
+    by_slot.index_put_((plan.blocks, plan.offsets), rows)
