@@ -1,0 +1,184 @@
+"""Which workers run a request, and whether its prompt is computed locally or handed off. Pure.
+
+Knows nothing of clocks, queues or the bus: it sees what workers last said of themselves and how much of the prompt
+each holds. The one step-time model, T = base + token·n + sequence·B + context·ΣS, comes from the workers' beats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shared.contracts.ids import Incarnation, WorkerId
+from shared.contracts.messages import StepModel
+
+LOCAL = "local"
+HANDED_OFF = "handed_off"
+NO_WORKER = WorkerId("")
+DEFAULT_TOKEN_BUDGET = 128
+_NO_INCARNATION = Incarnation(0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker as placement sees it: its last beat, less what was placed on it since."""
+
+    worker: WorkerId
+    role: str  # prefill | decode
+    incarnation: Incarnation = _NO_INCARNATION
+    free_blocks: tuple[int, ...] = ()  # per layer group
+    total_blocks: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    token_budget: int = DEFAULT_TOKEN_BUDGET  # most tokens in one step
+    running: int = 0
+    waiting: int = 0
+    max_sequences: int = 0  # 0: no bound known
+    queue_tokens: int = 0  # prompt tokens it has taken and not computed
+    step_model: StepModel = field(default_factory=StepModel)
+    numerics: str = ""
+    fingerprint: str = ""
+    draining: bool = False
+    fake: bool = False
+
+    @property
+    def has_slot(self) -> bool:
+        return self.max_sequences == 0 or self.running + self.waiting < self.max_sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is to be placed. `held` is how many leading tokens of it each worker holds, by the index's word."""
+
+    num_tokens: int  # prompt and committed tokens
+    max_new_tokens: int = 1  # per choice
+    choices: int = 1
+    held: Mapping[WorkerId, int] = field(default_factory=dict)
+    numerics: str = ""  # of earlier epochs' worker: preferred
+    excluded: frozenset[WorkerId] = frozenset()
+
+    def blocks(self, view: WorkerView) -> tuple[int, ...]:
+        """Blocks per layer group the request takes when reserved in full; the prompt's full blocks are shared."""
+        needs = []
+        for size in view.block_sizes:
+            shared = self.num_tokens // size
+            own = -(-(self.num_tokens + self.max_new_tokens) // size) - shared
+            needs.append(shared + own * self.choices)
+        return tuple(needs)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffCost:
+    """What moving KV between two workers costs."""
+
+    token_bytes: int = 46_080  # KV of one token
+    bandwidth_bytes_s: float = 2e9
+    hop_s: float = 0.01  # messages, digest, and the decode worker's wake-up
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.hop_s + num_tokens * self.token_bytes / self.bandwidth_bytes_s
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A decision with both estimates (seconds; 0 where there was nothing to estimate) and the reason for the path."""
+
+    decode_worker: WorkerId
+    decode_incarnation: Incarnation
+    path: str
+    reason: str  # estimate | one_token | cached | no_prefill_worker
+    prefill_worker: WorkerId = NO_WORKER
+    local_s: float = 0.0
+    handed_off_s: float = 0.0
+    matched_tokens: int = 0
+    candidates: int = 0
+    numerics: str = ""
+
+
+def steps_s(model: StepModel, num_tokens: int, *, start: int, chunk: int, running: int) -> float:
+    """Seconds a worker takes to compute `num_tokens` from position `start`, `chunk` a step beside `running` decodes."""
+    total, done = 0.0, 0
+    while done < num_tokens:
+        n = min(chunk, num_tokens - done)
+        done += n
+        total += model.base_s + model.token_s * (n + running) + model.sequence_s * (running + 1)
+        total += model.context_s * (start + done)
+    return total
+
+
+def local_cost_s(view: WorkerView, num_uncached: int, start: int) -> float:
+    """Seconds until the first token by the decode worker's own chunked prefill, and the delay to those it decodes."""
+    chunk = max(1, view.token_budget - view.running)
+    own = steps_s(view.step_model, view.queue_tokens + num_uncached, start=start, chunk=chunk, running=view.running)
+    return own + view.running * view.step_model.token_s * num_uncached
+
+
+def handed_off_cost_s(prefill: WorkerView, decode: WorkerView, ask: Ask, cost: HandoffCost) -> float:
+    """Seconds until the first token when `prefill` computes the prompt but its last token and `decode` pulls it."""
+    last = ask.num_tokens - 1
+    start = min(ask.held.get(prefill.worker, 0), last)
+    to_compute = prefill.queue_tokens + last - start
+    compute = steps_s(prefill.step_model, to_compute, start=start, chunk=max(1, prefill.token_budget), running=0)
+    moved = last - min(ask.held.get(decode.worker, 0), last)
+    first_step = steps_s(decode.step_model, 1, start=last, chunk=1, running=decode.running)
+    return compute + cost.seconds(moved) + first_step
+
+
+def fits(view: WorkerView, ask: Ask) -> bool:
+    """True if the worker has a slot and blocks now, or could never have them: then it is the worker that says so."""
+    if view.draining or not view.has_slot or view.worker in ask.excluded:
+        return False
+    needs = ask.blocks(view)
+    never = any(n > total for n, total in zip(needs, view.total_blocks, strict=False))
+    return never or all(n <= free for n, free in zip(needs, view.free_blocks, strict=False))
+
+
+def can_start_now(view: WorkerView, ask: Ask) -> bool:
+    """True if a prefill worker would begin this prompt at once; only then are decode blocks reserved for it."""
+    if view.draining or not view.has_slot or view.waiting or view.worker in ask.excluded:
+        return False
+    needs = (-(-(ask.num_tokens - 1) // size) for size in view.block_sizes)
+    return all(n <= free for n, free in zip(needs, view.free_blocks, strict=False))
+
+
+def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice | None:
+    """The decode worker by numerics, prefix match, then free blocks; the path by the smaller estimate.
+
+    Returns None when no decode worker has room: the request stays where it is in the queue.
+    """
+    candidates = [v for v in views if v.role == "decode" and fits(v, ask)]
+    if not candidates:
+        return None
+
+    def rank(view: WorkerView) -> tuple[bool, int, int, WorkerId]:
+        other = bool(ask.numerics) and view.numerics != ask.numerics
+        return other, -ask.held.get(view.worker, 0), -min(view.free_blocks, default=0), view.worker
+
+    decode = min(candidates, key=rank)
+    held = min(ask.held.get(decode.worker, 0), ask.num_tokens - 1)
+    local_s = local_cost_s(decode, ask.num_tokens - held, held)
+
+    def chosen(path: str, reason: str, prefill: WorkerId = NO_WORKER, handed_off_s: float = 0.0) -> Choice:
+        return Choice(
+            decode_worker=decode.worker,
+            decode_incarnation=decode.incarnation,
+            path=path,
+            reason=reason,
+            prefill_worker=prefill,
+            local_s=local_s,
+            handed_off_s=handed_off_s,
+            matched_tokens=held,
+            candidates=len(candidates),
+            numerics=decode.numerics,
+        )
+
+    if ask.num_tokens <= 1:
+        return chosen(LOCAL, "one_token")
+    if held >= ask.num_tokens - 1:
+        return chosen(LOCAL, "cached")
+    free = [v for v in views if v.role == "prefill" and v.fingerprint == decode.fingerprint and can_start_now(v, ask)]
+    if not free:
+        return chosen(LOCAL, "no_prefill_worker")
+    handed_off_s, prefill = min((handed_off_cost_s(v, decode, ask, cost), v.worker) for v in free)
+    if handed_off_s < local_s:
+        return chosen(HANDED_OFF, "estimate", prefill, handed_off_s)
+    return chosen(LOCAL, "estimate", handed_off_s=handed_off_s)

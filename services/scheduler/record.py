@@ -1,0 +1,107 @@
+"""One request as the scheduler knows it, and what a worker's beat says about it. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from services.scheduler.placement import Ask, Choice
+from shared.contracts import messages as m
+from shared.contracts.attempt import Attempt
+from shared.contracts.grants import Grant
+from shared.contracts.ids import Dispatch, RequestId, WorkerId
+
+
+class State(enum.Enum):
+    QUEUED = "queued"
+    MATCHING = "matching"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"  # the prefill worker's answer is awaited
+    PLACED = "placed"
+    LOST = "lost"  # its decode worker is gone; the ingress will raise the epoch
+
+
+PLACING = (State.MATCHING, State.RESERVING, State.PREFILLING)
+
+
+@dataclass(slots=True)
+class Record:
+    """Mutable; only the request table writes it. Times are the table's clock, seconds."""
+
+    submit: m.Submit
+    grant: Grant
+    arrival_s: float
+    deadline_s: float
+    order: int
+    dispatch: Dispatch
+    state: State = State.QUEUED
+    hop_until_s: float = 0.0  # when the hop under way counts as unanswered
+    matched: m.Matched | None = None
+    matched_s: float = 0.0
+    choice: Choice | None = None
+    queue_s: float = 0.0
+    not_before: dict[WorkerId, float] = field(
+        default_factory=dict
+    )  # workers that refused, until they beat or this time
+    unlisted: int = 0  # beats in a row of its worker that did not list it
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.submit.attempt.request_id
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(self.request_id, self.submit.attempt.epoch, self.dispatch)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.submit.token_ids) // 4
+
+    @property
+    def decode_worker(self) -> WorkerId:
+        return self.choice.decode_worker if self.choice is not None else WorkerId("")
+
+    @property
+    def prefill_worker(self) -> WorkerId:
+        return self.choice.prefill_worker if self.choice is not None else WorkerId("")
+
+    def ask(self, now: float, held: dict[WorkerId, int]) -> Ask:
+        """What placement needs to know of this request."""
+        emitted = self.num_tokens - self.submit.num_prompt_tokens
+        return Ask(
+            num_tokens=self.num_tokens,
+            max_new_tokens=max(1, max((s.max_tokens for s in self.submit.sampling), default=1) - emitted),
+            choices=max(1, len(self.submit.sampling)),
+            held=held,
+            numerics=self.submit.numerics,
+            excluded=frozenset(w for w, until in self.not_before.items() if until > now),
+        )
+
+
+class Verdict(enum.Enum):
+    """What to do about an attempt a decode worker's beat lists."""
+
+    IGNORE = "ignore"
+    CONFIRM = "confirm"
+    ADOPT = "adopt"
+    CANCEL = "cancel"  # the worker holds what is fenced
+    OBSOLETE = "obsolete"  # the record is what is fenced
+
+
+def judge(record: Record, listed: Attempt, worker: WorkerId) -> Verdict:
+    """Compare a record with what `worker` says it holds of the same request.
+
+    The record's own newer attempt at the same worker is no reason to cancel there: its reserve re-stamps the old one.
+    """
+    own = record.attempt
+    if listed.epoch > own.epoch:
+        return Verdict.OBSOLETE
+    if own.fences(listed):
+        return Verdict.IGNORE if record.decode_worker == worker and record.state != State.QUEUED else Verdict.CANCEL
+    if listed.dispatch > own.dispatch:
+        return Verdict.ADOPT
+    if record.state in (State.QUEUED, State.MATCHING, State.LOST):
+        return Verdict.ADOPT
+    if record.decode_worker != worker:
+        return Verdict.IGNORE
+    return Verdict.CONFIRM if record.state == State.PLACED else Verdict.IGNORE

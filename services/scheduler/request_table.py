@@ -1,0 +1,280 @@
+"""The scheduler's requests under one term: a deterministic core that does no I/O.
+
+Calls bring news and return effects; every call takes `now` (seconds, one monotonic clock). A request goes
+QUEUED → MATCHING → RESERVING → (PREFILLING →) PLACED; any refusal but a final one puts it back where it stood in the
+queue. From PLACED on the decode worker owns it: it finishes without the scheduler, and the record only serves
+idempotency until two beats in a row of that worker no longer list it.
+
+A table lives for one term. A new leader makes a new one: it gathers `gather_s`, adopts what beats list, places the
+rest. Its dispatches start above those of every earlier term, so that two leaders never name two tries alike.
+"""
+
+from __future__ import annotations
+
+import random
+
+from services.scheduler import forecast
+from services.scheduler.book import Book
+from services.scheduler.effects import Effect
+from services.scheduler.ingresses import IngressRegistry
+from services.scheduler.outbox import Event
+from services.scheduler.placement import HandoffCost
+from services.scheduler.placer import Placer, TableLimits
+from services.scheduler.record import PLACING, Record, State, Verdict, judge
+from services.scheduler.worker_registry import LostWorker, WorkerRegistry
+from shared.contracts import messages as m
+from shared.contracts.attempt import Attempt
+from shared.contracts.errors import BatonError, Conflict, DeadlineExceeded, Overloaded, Unavailable, to_wire
+from shared.contracts.grants import Grant
+from shared.contracts.ids import Dispatch, IngressId, RequestId, Term, WorkerId
+
+TERM_SHIFT = 16
+"""Dispatches of term t begin at ((t - 1) << TERM_SHIFT) + 1: from 1 in the first term."""
+
+
+class RequestTable:
+    """See the module's text. Not thread-safe; `tick` wants calling about every 0.1 s."""
+
+    def __init__(
+        self,
+        *,
+        term: Term,
+        now: float,
+        registry: WorkerRegistry,
+        ingresses: IngressRegistry,
+        cost: HandoffCost | None = None,
+        limits: TableLimits | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.term = term
+        self._registry = registry
+        self._ingresses = ingresses
+        self._limits = limits or TableLimits()
+        self._rng = rng or random.Random(0)
+        self._gather_until_s = now + self._limits.gather_s
+        self._book = Book(term, remember_s=self._limits.remember_s, event_resend_s=self._limits.event_resend_s)
+        self._placer = Placer(self._book, registry, cost or HandoffCost(), self._limits)
+        self._submits = 0
+
+    @property
+    def queued(self) -> int:
+        return len(self._book.queue)
+
+    @property
+    def placing(self) -> int:
+        return self._book.placing()
+
+    @property
+    def placed(self) -> int:
+        return sum(record.state == State.PLACED for record in self._book.records.values())
+
+    @property
+    def unseen_events(self) -> int:
+        return len(self._book.outbox)
+
+    def record(self, request_id: RequestId) -> Record | None:
+        """For traces, gauges and tests; callers must not write it."""
+        return self._book.records.get(request_id)
+
+    def submit(self, now: float, submit: m.Submit, grant: Grant) -> tuple[m.Queued | m.Refusal, list[Effect]]:
+        """Take a request. The same attempt again is answered alike; a higher epoch replaces the record."""
+        book, attempt = self._book, submit.attempt
+        self._ingresses.heard(submit.ingress_id, now)
+        old = book.records.get(attempt.request_id)
+        if old is not None and attempt.epoch < old.submit.attempt.epoch:
+            return _refusal(Conflict("a newer epoch of this request is known")), book.drain(now)
+        if old is not None and attempt.epoch == old.submit.attempt.epoch:
+            return self._queued(old), book.drain(now)
+        ended = book.ended.epoch(attempt.request_id)
+        if ended is not None and attempt.epoch <= ended:
+            return m.Queued(term=self.term), book.drain(now)
+        deadline_s = now + grant.budget_s - submit.age_s
+        error = self._early_refusal(now, submit, grant, deadline_s)
+        if error is not None:
+            return _refusal(error), book.drain(now)
+        if old is not None:
+            book.end(now, old, dropped=True)
+        record = Record(
+            submit=submit,
+            grant=grant,
+            arrival_s=now - submit.age_s,
+            deadline_s=deadline_s,
+            order=self._submits,
+            dispatch=Dispatch(max(attempt.dispatch, (self.term - 1) << TERM_SHIFT)),
+        )
+        self._submits += 1
+        book.add(record)
+        for beat, listed in self._registry.attempts():
+            if listed.attempt.request_id == attempt.request_id:
+                self._on_listed(now, beat, listed.attempt)
+        answer = self._queued(record)
+        return answer, self._pumped(now)
+
+    def cancel(self, now: float, attempt: Attempt) -> list[Effect]:
+        """The ingress no longer wants this epoch: drop it where it is queued or being placed."""
+        record = self._book.records.get(attempt.request_id)
+        if record is not None and record.submit.attempt.epoch <= attempt.epoch:
+            self._book.end(now, record, dropped=True)
+        return self._pumped(now)
+
+    def ingress_beat(self, now: float, beat: m.GatewayBeat) -> list[Effect]:
+        """Drop what the ingress has waiting here and, twice in a row, does not list."""
+        self._ingresses.heard(beat.ingress_id, now)
+        waiting = {
+            record.request_id: record
+            for record in self._book.records.values()
+            if record.submit.ingress_id == beat.ingress_id and record.state != State.PLACED
+        }
+        for request_id in sorted(self._ingresses.unlisted(beat, waiting)):
+            self._book.end(now, waiting[request_id], dropped=True)
+        return self._pumped(now)
+
+    def events_seen(self, now: float, ingress: IngressId, number: int) -> list[Effect]:
+        """The ingress answered an event: it saw everything up to `number`."""
+        self._book.outbox.seen(ingress, number)
+        return self._book.drain(now)
+
+    def matched(self, now: float, attempt: Attempt, reply: m.Matched | m.Refusal | None) -> list[Effect]:
+        """The index's answer; None when it did not come in time."""
+        record = self._book.current(attempt, State.MATCHING)
+        if record is not None:
+            self._placer.matched(now, record, reply)
+        return self._pumped(now)
+
+    def reserve_replied(
+        self, now: float, attempt: Attempt, worker: WorkerId, reply: m.Reserved | m.Refusal | None
+    ) -> list[Effect]:
+        """A decode worker's answer; None when it did not come in time."""
+        record = self._book.records.get(attempt.request_id)
+        if record is not None and record.attempt == attempt and record.decode_worker == worker:
+            if record.state == State.RESERVING:
+                self._placer.reserve_answered(now, record, reply)
+            elif record.state == State.QUEUED and isinstance(reply, m.Reserved):
+                self._placer.accept_late(now, record, reply)
+        elif isinstance(reply, m.Reserved) and (record is None or record.decode_worker != worker):
+            self._book.cancel_listed(worker, "decode", attempt, "fenced")
+        return self._pumped(now)
+
+    def prefill_replied(
+        self, now: float, attempt: Attempt, reply: m.PrefillAccepted | m.Refusal | None
+    ) -> list[Effect]:
+        """A prefill worker's answer. Without a yes the decode worker is told to compute the prompt itself."""
+        record = self._book.current(attempt, State.PREFILLING)
+        if record is not None:
+            self._placer.prefill_answered(now, record, reply)
+        return self._pumped(now)
+
+    def worker_beat(self, now: float, beat: m.WorkerBeat) -> list[Effect]:
+        """A beat the registry has taken: adopt, confirm, cancel or forget by what it lists; then place."""
+        listed = {held.attempt.request_id: held.attempt for held in beat.attempts}
+        for attempt in listed.values():
+            self._on_listed(now, beat, attempt)
+        for record in list(self._book.records.values()):
+            record.not_before.pop(beat.worker, None)
+            if beat.role != "decode" or record.state != State.PLACED or record.decode_worker != beat.worker:
+                continue
+            record.unlisted = 0 if record.request_id in listed else record.unlisted + 1
+            if record.unlisted >= 2:
+                self._book.end(now, record, dropped=False)
+        return self._pumped(now)
+
+    def worker_lost(self, now: float, lost: LostWorker) -> list[Effect]:
+        """A worker the registry gave up. Every ingress is told of a decode worker: it may run what we never saw."""
+        if lost.role == "decode":
+
+            def build(number: int) -> Event:
+                return m.WorkerLost(number=number, worker=lost.worker, incarnation=lost.incarnation, reason=lost.reason)
+
+            self._book.tell_each(self._ingresses.known(), build)
+        for record in list(self._book.records.values()):
+            if lost.role == "prefill":
+                if record.prefill_worker == lost.worker and record.state == State.PREFILLING:
+                    self._placer.prefill_locally(now, record, "prefill_lost")
+            elif record.decode_worker == lost.worker:
+                if record.state in (State.RESERVING, State.PREFILLING):
+                    self._book.cancel_at(record, "worker_lost", roles=("prefill",))
+                    self._book.requeue(record, "worker_lost")
+                    record.choice = None  # a late yes of that worker is no longer wanted
+                elif record.state == State.PLACED:
+                    record.state = State.LOST
+        return self._pumped(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Lost ingresses, spent budgets, unanswered hops, resends; then place."""
+        book = self._book
+        for ingress in self._ingresses.expire(now):
+            book.outbox.drop(ingress)
+            for record in [r for r in book.records.values() if r.submit.ingress_id == ingress]:
+                book.end(now, record, dropped=record.state != State.PLACED)
+        for record in list(book.records.values()):
+            if record.state in PLACING and record.hop_until_s <= now:
+                self._placer.hop_unanswered(now, record)
+            if record.deadline_s <= now:
+                if record.state == State.QUEUED:
+                    book.refuse(now, record, to_wire(DeadlineExceeded("not placed within the request's budget")))
+                elif record.state == State.LOST:
+                    book.end(now, record, dropped=True)
+        book.ended.expire(now)
+        return self._pumped(now)
+
+    def _pumped(self, now: float) -> list[Effect]:
+        if now >= self._gather_until_s:
+            self._placer.pump(now)
+        return self._book.drain(now)
+
+    def _on_listed(self, now: float, beat: m.WorkerBeat, listed: Attempt) -> None:
+        book, record = self._book, self._book.records.get(listed.request_id)
+        if record is None:
+            if book.ended.was_dropped(listed):
+                book.cancel_listed(beat.worker, beat.role, listed, "dropped")
+            return
+        if beat.role != "decode":
+            if record.attempt.fences(listed):
+                book.cancel_listed(beat.worker, beat.role, listed, "fenced")
+            return
+        verdict = judge(record, listed, beat.worker)
+        if verdict == Verdict.CANCEL:
+            book.cancel_listed(beat.worker, "decode", listed, "fenced")
+        elif verdict == Verdict.OBSOLETE:
+            book.end(now, record, dropped=True)
+        elif verdict == Verdict.ADOPT:
+            self._placer.adopt(record, listed, beat)
+
+    def _queued(self, record: Record) -> m.Queued:
+        position = next((i for i, r in enumerate(self._book.queue) if r == record.request_id), 0)
+        return m.Queued(term=self.term, position=position, predicted_ttft_s=self._predict(record.grant, record.submit))
+
+    def _predict(self, grant: Grant, submit: m.Submit) -> float:
+        records = self._book.records
+        tokens_ahead = sum(records[r].num_tokens for r in self._book.queue if r != submit.attempt.request_id)
+        return forecast.predict_ttft_s(
+            self._registry.views(),
+            tokens_ahead=tokens_ahead,
+            turns_ahead=self._book.queue.ahead(grant.klass),
+            turn_s=self._placer.turns.turn_s,
+            num_tokens=len(submit.token_ids) // 4,
+        )
+
+    def _early_refusal(self, now: float, submit: m.Submit, grant: Grant, deadline_s: float) -> BatonError | None:
+        """Why a request should not even wait. One that ran before, or that a new leader gathers, is not turned away."""
+        left_s = deadline_s - now
+        if left_s <= 0:
+            return DeadlineExceeded("the request's budget was spent before it reached the scheduler")
+        if submit.attempt.epoch > 1 or now < self._gather_until_s:
+            return None
+        if not any(view.role == "decode" for view in self._registry.views()):
+            return Unavailable("no decode worker is up", retry_after_s=2.0)
+        wait_s = self._predict(grant, submit)
+        if len(self._book.queue) >= self._limits.queue_bound:
+            retry_s = forecast.retry_after_s(wait_s, 0.0, self._rng.random())
+            return Overloaded("the queue is full", retry_after_s=retry_s)
+        if wait_s > left_s:
+            retry_s = forecast.retry_after_s(wait_s, left_s, self._rng.random())
+            return Overloaded(
+                f"predicted wait {wait_s:.1f} s exceeds the budget of {left_s:.1f} s", retry_after_s=retry_s
+            )
+        return None
+
+
+def _refusal(error: BatonError) -> m.Refusal:
+    return m.Refusal(error=to_wire(error))

@@ -1,0 +1,166 @@
+"""Which workers a pool has, by their beats. Clock passed in (seconds, monotonic).
+
+A worker counts from its first beat until its lease ends without one, its process is replaced (a higher incarnation), or
+it is reported gone. One whose fingerprint differs from the pool's cannot exchange KV with the others and is refused.
+Between beats the registry lowers a worker's free blocks and slots by what was placed on it: the next beat corrects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from services.scheduler.placement import DEFAULT_TOKEN_BUDGET, WorkerView
+from shared.contracts.ids import Incarnation, WorkerId
+from shared.contracts.messages import AttemptProgress, WorkerBeat
+
+
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    """A process that is gone, or must be taken for gone."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    role: str
+    reason: str  # lease_expired | replaced | gone
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedWorker:
+    """A worker that does not fit the pool: both values, for the log."""
+
+    worker: WorkerId
+    field: str
+    value: str
+    expected: str
+
+
+@dataclass(slots=True)
+class _Entry:
+    beat: WorkerBeat
+    expires_s: float
+    placed_blocks: tuple[int, ...] = ()
+    placed_sequences: int = 0
+    placed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BeatOutcome:
+    """What a beat changed. `taken` is false for stale beats, other pools' and refused workers."""
+
+    taken: bool
+    joined: bool = False
+    replaced: LostWorker | None = None
+    refused: RefusedWorker | None = None
+
+
+@dataclass(slots=True)
+class WorkerRegistry:
+    """The live workers of one model pool."""
+
+    pool: str
+    lease_s: float = 10.0
+    _entries: dict[WorkerId, _Entry] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._entries
+
+    def on_beat(self, now: float, beat: WorkerBeat) -> BeatOutcome:
+        """Take a beat. Stale ones (older incarnation, or not newer in number) change nothing."""
+        if beat.pool != self.pool:
+            return BeatOutcome(taken=False)
+        old = self._entries.get(beat.worker)
+        if old is not None:
+            if (beat.incarnation, beat.number) <= (old.beat.incarnation, old.beat.number):
+                return BeatOutcome(taken=False)
+            if beat.incarnation == old.beat.incarnation:
+                self._entries[beat.worker] = _Entry(beat, now + self.lease_s)
+                return BeatOutcome(taken=True)
+            del self._entries[beat.worker]
+        gone = None
+        if old is not None:
+            gone = LostWorker(beat.worker, old.beat.incarnation, old.beat.role, "replaced")
+        misfit = self._misfit(beat)
+        if misfit is not None:
+            return BeatOutcome(taken=False, replaced=gone, refused=misfit)
+        self._entries[beat.worker] = _Entry(beat, now + self.lease_s)
+        return BeatOutcome(taken=True, joined=True, replaced=gone)
+
+    def _misfit(self, beat: WorkerBeat) -> RefusedWorker | None:
+        """The first live worker sets the pool's fingerprint; fakes and real workers never share a pool either."""
+        for entry in self._entries.values():
+            if entry.beat.fingerprint != beat.fingerprint:
+                return RefusedWorker(beat.worker, "fingerprint", beat.fingerprint, entry.beat.fingerprint)
+            if entry.beat.fake != beat.fake:
+                return RefusedWorker(beat.worker, "fake", str(beat.fake), str(entry.beat.fake))
+            break
+        return None
+
+    def expire(self, now: float) -> list[LostWorker]:
+        """Workers whose lease ended; they are forgotten until they beat again."""
+        late = [worker for worker, entry in self._entries.items() if entry.expires_s <= now]
+        return [lost for worker in late if (lost := self.lose(worker, "lease_expired")) is not None]
+
+    def lose(self, worker: WorkerId, reason: str = "gone") -> LostWorker | None:
+        """Forget a worker at once, as when its supervisor reports its exit. None if it was not known."""
+        entry = self._entries.pop(worker, None)
+        return None if entry is None else LostWorker(worker, entry.beat.incarnation, entry.beat.role, reason)
+
+    def note_placed(self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int) -> None:
+        """Count a placement until the worker's next beat shows it."""
+        entry = self._entries.get(worker)
+        if entry is None:
+            return
+        before = entry.placed_blocks or (0,) * len(blocks)
+        entry.placed_blocks = tuple(a + b for a, b in zip(before, blocks, strict=True))
+        entry.placed_sequences += 1
+        entry.placed_tokens += num_tokens
+
+    def view(self, worker: WorkerId) -> WorkerView | None:
+        entry = self._entries.get(worker)
+        return None if entry is None else _view(entry)
+
+    def views(self) -> list[WorkerView]:
+        """Every live worker, by id."""
+        return [_view(self._entries[worker]) for worker in sorted(self._entries)]
+
+    def attempts(self) -> Iterator[tuple[WorkerBeat, AttemptProgress]]:
+        """What live decode workers last said they hold."""
+        for worker in sorted(self._entries):
+            beat = self._entries[worker].beat
+            if beat.role == "decode":
+                for held in beat.attempts:
+                    yield beat, held
+
+
+def _view(entry: _Entry) -> WorkerView:
+    beat = entry.beat
+    view = WorkerView(
+        worker=beat.worker,
+        role=beat.role,
+        incarnation=beat.incarnation,
+        free_blocks=beat.free_blocks,
+        total_blocks=beat.total_blocks,
+        block_sizes=beat.block_sizes,
+        token_budget=beat.token_budget or DEFAULT_TOKEN_BUDGET,
+        running=beat.running,
+        waiting=beat.waiting,
+        max_sequences=beat.max_sequences,
+        queue_tokens=beat.queue_tokens,
+        step_model=beat.step_model,
+        numerics=beat.numerics,
+        fingerprint=beat.fingerprint,
+        draining=beat.draining,
+        fake=beat.fake,
+    )
+    if not entry.placed_sequences:
+        return view
+    return replace(
+        view,
+        free_blocks=tuple(max(0, f - p) for f, p in zip(view.free_blocks, entry.placed_blocks, strict=False)),
+        running=view.running + entry.placed_sequences,
+        queue_tokens=view.queue_tokens + entry.placed_tokens,
+    )
