@@ -1,24 +1,26 @@
 """The token ids of a conversation, in which no message can inject a special token.
 
 The rule: a special token counts only if its first and its last character come from the template. Before rendering,
-those characters are replaced in everything a client wrote by private marks; marks break the texts of special tokens,
-survive the template, and are turned back before the text is encoded. The stretches between special tokens are encoded
-whole, template and message text together, so merges across their border are those of the whole text, and a conversation
-without special-token text gets exactly the ids of its rendered text.
+those characters are replaced in everything a client wrote by private marks, one for one; marks break the texts of
+special tokens, survive the template, and are turned back before the text is encoded. The stretches between special
+tokens are encoded whole, template and message text together, so merges across their border are those of the whole text,
+and a conversation without special-token text gets exactly the ids of its rendered text.
 
-A template may look at marked characters, for instance to find `</think>`; then the marked text differs from the plain
-one and a second, lighter marking is used: only where a message holds the text of a special token, ends with the
-beginning of one, or begins with the end of one.
+Templates look for strings such as `</think>` in messages. So a string that the template names is left unmarked, unless
+a special token could begin or end inside it. Should a template still treat a mark otherwise than the character (it
+escapes, or compares single characters), the plain text is used when both texts hold the same special tokens in the same
+order, else the marked one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from shared.contracts.errors import InvalidInput, SettingsError
-from shared.text.chat_template import MAX_RENDERED_CHARS, Message, plain_messages, render
+from shared.contracts.errors import SettingsError
+from shared.text.chat_template import MAX_RENDERED_CHARS, Message, plain_data, plain_messages, render, string_constants
 from shared.text.tokenizer import Tokenizer
 
 _LAST_PRIVATE = 0x10FFFD
@@ -63,62 +65,58 @@ def encode_chat(
             max_chars=max_chars,
         )
 
-    data = (plain_messages(messages), None if tools is None else list(tools))
-    text, marks = render_marked(rendered, data, list(tokenizer.special_tokens), source)
-    return tokenizer.encode_marked(text, marks)
+    data = (plain_messages(messages), None if tools is None else plain_data(list(tools)))
+    plain = rendered(*data)
+    specials = list(tokenizer.special_tokens)
+    edges = {special[0] for special in specials} | {special[-1] for special in specials}
+    if not any(edge in text for text in _strings(data) for edge in edges):
+        return tokenizer.encode_marked(plain, {})
+
+    marks = dict(zip(_free_marks(plain + source, data), sorted(edges), strict=False))
+    marked = rendered(*_mark_data(data, marker(specials, string_constants(source), marks)))
+    if marked.translate(marks) != plain and tokenizer.parsed_specials(marked) == tokenizer.parsed_specials(plain):
+        return tokenizer.encode_marked(plain, {})
+    return tokenizer.encode_marked(marked, marks)
 
 
-def render_marked(
-    rendered: Callable[[Any, Any], str], data: tuple[Any, Any], specials: Sequence[str], template: str
-) -> tuple[str, dict[int, str]]:
-    """The rendered text with marks where a client's text could take part in a special token.
+def marker(specials: Sequence[str], named: Iterable[str], marks: Mapping[int, str]) -> Callable[[str], str]:
+    """A function that puts marks into a text.
 
     Args:
-        rendered: renders (messages, tools).
-        data: messages and tools, plain data.
         specials: texts of the special tokens.
-        template: the source, in which no mark may occur.
-
-    Returns:
-        The text, and for each mark's code point the character it stands for.
+        named: strings the template names.
+        marks: code point of each mark → the first or last character of a special token, for which it stands.
     """
-    plain = rendered(*data)
-    edges = sorted({special[0] for special in specials} | {special[-1] for special in specials})
-    if not any(edge in text for text in _strings(data) for edge in edges):
-        return plain, {}
-    marks = dict(zip(_free_marks(plain + template, data), edges, strict=False))
     to_mark = {ord(char): chr(mark) for mark, char in marks.items()}
-    try:
-        marked = rendered(*_mark_data(data, lambda text: text.translate(to_mark)))
-    except InvalidInput:
-        marked = ""
-    if marked.translate(marks) != plain:
-        marked = rendered(*_mark_data(data, lambda text: _mark_tokens(text, specials, to_mark)))
-    return marked, marks
+    kept = {text for text in named if text and not any(_overlap(text, special) for special in specials)}
+
+    def alternatives(texts: Iterable[str]) -> str:
+        # (?!) matches nowhere
+        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+
+    pattern = re.compile(f"{alternatives(specials)}|{alternatives([*kept, *marks.values()])}")
+
+    def replaced(match: re.Match[str]) -> str:
+        return match.group() if match.group() in kept else match.group().translate(to_mark)
+
+    return lambda text: pattern.sub(replaced, text)
 
 
-def _mark_tokens(text: str, specials: Sequence[str], to_mark: Mapping[int, str]) -> str:
-    def mark(start: int, end: int) -> None:
-        nonlocal text
-        text = text[:start] + text[start:end].translate(to_mark) + text[end:]
-
-    for special in specials:
-        text = text.replace(special, special.translate(to_mark))
-    for special in specials:
-        for k in range(len(special) - 1, 0, -1):
-            if text.endswith(special[:k]):
-                mark(len(text) - k, len(text))
-            if text.startswith(special[-k:]):
-                mark(0, k)
-    return text
+def _overlap(text: str, special: str) -> bool:
+    """True if a special token could begin or end inside `text`."""
+    return (
+        text in special
+        or special in text
+        or any(text.endswith(special[:k]) or text.startswith(special[-k:]) for k in range(1, len(special)))
+    )
 
 
-def _free_marks(text: str, data: Any) -> Iterable[int]:
+def _free_marks(text: str, data: Any) -> Iterator[int]:
     used = set(text).union(*map(set, _strings(data)))
     return (code for code in range(_LAST_PRIVATE, 0xFFFF, -1) if chr(code) not in used)
 
 
-def _strings(value: Any) -> Iterable[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

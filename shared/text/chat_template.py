@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-from jinja2.nodes import Node
+import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -37,6 +37,18 @@ def check_template(template: str) -> None:
     _compile(template)
 
 
+@lru_cache(maxsize=32)
+def string_constants(template: str) -> frozenset[str]:
+    """The strings that a template's expressions name, and so may look for in a message.
+
+    Raises:
+        SettingsError: the template does not compile.
+    """
+    _compile(template)
+    constants = _environment().parse(template).find_all(jinja2.nodes.Const)
+    return frozenset(constant.value for constant in constants if isinstance(constant.value, str))
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as fresh plain data with every content a string: text parts are joined in order.
 
@@ -46,6 +58,25 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise _invalid("messages must hold at least one message")
     return [_plain_message(message) for message in messages]
+
+
+def plain_data(value: Any, depth: int = 0) -> Any:
+    """A copy of JSON-like data in Python's own types, so that the template meets no methods of ours.
+
+    Raises:
+        InvalidInput: not JSON-like, too deep, or text that is not valid Unicode.
+    """
+    if depth > _MAX_DEPTH:
+        raise _invalid(f"messages are nested deeper than {_MAX_DEPTH} levels")
+    if isinstance(value, str):
+        return _valid_text(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_valid_text(str(key)): plain_data(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain_data(item, depth + 1) for item in value]
+    raise _invalid("messages must be plain JSON data")
 
 
 def render(
@@ -77,7 +108,7 @@ def render(
     compiled = _compile(template)
     variables = {
         "messages": plain_messages(messages),
-        "tools": None if tools is None else _plain(list(tools)),
+        "tools": None if tools is None else plain_data(list(tools)),
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
         "bos_token": bos_token,
@@ -101,20 +132,24 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012  (an instance variable in Jinja)
 
-    def parse(self, parser: Parser) -> list[Node]:
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-@lru_cache(maxsize=32)
-def _compile(template: str) -> jinja2.Template:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
+    return environment
+
+
+@lru_cache(maxsize=32)
+def _compile(template: str) -> jinja2.Template:
     try:
-        return environment.from_string(template)
+        return _environment().from_string(template)
     except jinja2.TemplateError as exc:
         raise SettingsError(f"the chat template does not compile: {exc.message}", param="chat_template") from exc
 
@@ -155,7 +190,7 @@ def _bounded(pieces: Iterator[str], max_chars: int) -> Iterator[str]:
 def _plain_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid("each message must be an object")
-    plain: dict[str, Any] = _plain(message)
+    plain: dict[str, Any] = plain_data(message)
     role = plain.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise _invalid(f"role must be one of {', '.join(sorted(ROLES))}")
@@ -175,21 +210,6 @@ def _text_content(content: Any) -> str | None:
             raise _invalid('a content part must be {"type": "text", "text": ...}: this model reads only text')
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy of JSON-like data in Python's own types, so that the template meets no methods of ours."""
-    if depth > _MAX_DEPTH:
-        raise _invalid(f"messages are nested deeper than {_MAX_DEPTH} levels")
-    if isinstance(value, str):
-        return _valid_text(value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {_valid_text(str(key)): _plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain(item, depth + 1) for item in value]
-    raise _invalid("messages must be plain JSON data")
 
 
 def _valid_text(text: str) -> str:

@@ -107,6 +107,10 @@ class Tokenizer:
                 ids.extend(self._encode_plain(piece.translate(marks)))
         return ids
 
+    def parsed_specials(self, text: str) -> list[int]:
+        """The special tokens that `encode` with `parse_special` finds in a text, in order."""
+        return [self.special_tokens[found].id for found in self._pattern.findall(text)]
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Equal to what `Detokenizer` streams."""
         return b"".join(self.token_bytes(i, skip_special=skip_special) for i in ids).decode("utf-8", "replace")

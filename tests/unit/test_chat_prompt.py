@@ -28,6 +28,11 @@ STRADDLE = (
     "{% for m in messages %}<|im_start|>{{ m.content }}|im_end|> <|im_{{ m.content }}{{ m.content }}<|im_end|>"
     "{% endfor %}"
 )
+# deletes text from a message, cuts it up, and writes the ends of special tokens beside the pieces
+CUTTER = (
+    "{% for m in messages %}<|im_start|>{{ m.content.replace('<tool>', '') }}|im_end|>"
+    "{{ m.content.split('</think>')[-1] }}|im_end|> <|im_end{{ m.content.split('</think>')[0] }}<|im_end|>{% endfor %}"
+)
 DUMPER = "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m | tojson }}<|im_end|>{% endfor %}"
 
 FRAGMENTS = st.sampled_from(
@@ -59,7 +64,7 @@ def chat(*contents: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content} for content in contents]
 
 
-@pytest.mark.parametrize("template", [CHATML, READER, STRADDLE], ids=["chatml", "reader", "straddle"])
+@pytest.mark.parametrize("template", [CHATML, READER, STRADDLE, CUTTER], ids=["chatml", "reader", "straddle", "cutter"])
 @settings(max_examples=300, deadline=None)
 @given(contents=st.lists(CONTENT, min_size=1, max_size=3))
 def test_only_the_template_makes_special_tokens(template: str, contents: list[str]) -> None:
@@ -67,8 +72,7 @@ def test_only_the_template_makes_special_tokens(template: str, contents: list[st
     ids = encode_chat(tokenizer, chat(*contents), now=NOW)
     honest = encode_chat(tokenizer, chat(*["x"] * len(contents)), now=NOW)
     assert specials(tokenizer, ids) == specials(tokenizer, honest)
-    if template != READER:
-        assert tokenizer.decode(ids, skip_special=False) == render(template, chat(*contents))
+    assert tokenizer.decode(ids, skip_special=False) == render(template, chat(*contents))
 
 
 @settings(max_examples=300, deadline=None)
@@ -107,6 +111,20 @@ def test_overlapping_special_tokens_are_broken_too() -> None:
     tokenizer = tiny_tokenizer(READER, specials=("<|im_start|>", "<|im_end|>", "<<a>>", "<a>"))
     ids = encode_chat(tokenizer, chat("<tool><<a>><a>"), now=NOW)
     assert specials(tokenizer, ids) == [0, 1]
+
+
+def test_a_template_that_escapes_gets_the_plain_text() -> None:
+    template = "<|im_start|>{{ messages[0].content | tojson(ensure_ascii=true) | urlencode }}<|im_end|>"
+    tokenizer = tiny_tokenizer(template)
+    ids = encode_chat(tokenizer, chat("<|im_end|>"), now=NOW)
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>%22%3C%7Cim_end%7C%3E%22<|im_end|>"
+
+
+def test_a_template_that_compares_characters_cannot_be_used_to_inject() -> None:
+    template = "{% set c = messages[0].content %}<|im_start|>{{ '!' if c[0] == '<' }}{{ c }}<|im_end|>"
+    tokenizer = tiny_tokenizer(template)
+    assert tokenizer.decode(encode_chat(tokenizer, chat("<b>"), now=NOW)) == "!<b>"
+    assert specials(tokenizer, encode_chat(tokenizer, chat("<|im_end|>"), now=NOW)) == [1, 2]
 
 
 def test_private_characters_in_a_message_are_kept() -> None:
