@@ -22,6 +22,9 @@ from shared.contracts.ids import Dispatch, WorkerId
 GRACE_S = 0.25
 """A hop counts as unanswered this long after its time-out, if the shell has not said so itself."""
 
+TERM_SHIFT = 16
+"""Dispatches of term t begin at ((t - 1) << TERM_SHIFT) + 1: from 1 in the first term."""
+
 
 @dataclass(frozen=True, slots=True)
 class TableLimits:
@@ -160,7 +163,7 @@ class Placer:
 
     def _send_reserve(self, now: float, record: Record, choice: Choice) -> None:
         record.choice = choice
-        record.dispatch = Dispatch(record.dispatch + 1)
+        record.dispatch = Dispatch(max(record.dispatch, (self._book.term - 1) << TERM_SHIFT) + 1)
         record.state = State.RESERVING
         message = m.Reserve(
             attempt=record.attempt,

@@ -26,10 +26,7 @@ from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Conflict, DeadlineExceeded, Overloaded, Unavailable, to_wire
 from shared.contracts.grants import Grant
-from shared.contracts.ids import Dispatch, IngressId, RequestId, Term, WorkerId
-
-TERM_SHIFT = 16
-"""Dispatches of term t begin at ((t - 1) << TERM_SHIFT) + 1: from 1 in the first term."""
+from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
 
 
 class RequestTable:
@@ -100,7 +97,7 @@ class RequestTable:
             arrival_s=now - submit.age_s,
             deadline_s=deadline_s,
             order=self._submits,
-            dispatch=Dispatch(max(attempt.dispatch, (self.term - 1) << TERM_SHIFT)),
+            dispatch=attempt.dispatch,
         )
         self._submits += 1
         book.add(record)

@@ -1,0 +1,124 @@
+"""Placement: who is a candidate, who wins, and that it is the estimate that chooses the path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from services.scheduler.placement import Ask, HandoffCost, choose, handed_off_cost_s, local_cost_s
+from shared.contracts.ids import WorkerId
+from shared.contracts.messages import StepModel
+from tests.unit.scheduler_support import view
+
+COST = HandoffCost()
+DECODE, PREFILL = view("d1"), view("p1", "prefill")
+
+
+def path(ask: Ask, *views: object) -> tuple[str, str]:
+    choice = choose(ask, list(views), COST)  # type: ignore[arg-type]
+    assert choice is not None
+    return choice.path, choice.reason
+
+
+def test_long_prompt_is_handed_off_and_short_one_stays_on_an_idle_pair() -> None:
+    long = choose(Ask(num_tokens=600), [DECODE, PREFILL], COST)
+    short = choose(Ask(num_tokens=60), [DECODE, PREFILL], COST)
+    assert long is not None
+    assert short is not None
+    assert (long.path, long.reason, long.prefill_worker) == ("handed_off", "estimate", "p1")
+    assert (short.path, short.reason, short.prefill_worker) == ("local", "estimate", "")
+    assert 0 < long.handed_off_s < long.local_s
+    assert 0 < short.local_s < short.handed_off_s
+
+
+def test_the_estimate_decides_and_nothing_else() -> None:
+    """The same 600 tokens turn local when any term of the estimate says so, and the 60 handed off likewise."""
+    slow_wire = HandoffCost(bandwidth_bytes_s=1e6)
+    same_budget = replace(PREFILL, token_budget=128)
+    queued = replace(PREFILL, queue_tokens=2_000)
+    for views, cost in (([DECODE, PREFILL], slow_wire), ([DECODE, same_budget], COST), ([DECODE, queued], COST)):
+        choice = choose(Ask(num_tokens=600), views, cost)
+        assert choice is not None
+        assert (choice.path, choice.reason) == ("local", "estimate")
+        assert choice.local_s <= choice.handed_off_s
+    busy = replace(DECODE, running=6)
+    fast = replace(PREFILL, step_model=StepModel(base_s=0.001, token_s=0.0001))
+    assert path(Ask(num_tokens=60), busy, fast) == ("handed_off", "estimate")
+
+
+def test_local_cost_counts_chunks_running_decodes_and_the_delay_to_them() -> None:
+    idle = local_cost_s(DECODE, 256, 0)
+    assert idle == pytest.approx(2 * (0.025 + 0.0005) + 256 * 0.0012)
+    model = DECODE.step_model
+    busy = replace(DECODE, running=4)  # 124 tokens a step: three steps, each with four decodes
+    own = 3 * (model.base_s + 4 * model.token_s + 5 * model.sequence_s) + 256 * model.token_s
+    assert local_cost_s(busy, 256, 0) == pytest.approx(own + 4 * model.token_s * 256)
+
+
+def test_each_path_pays_for_what_is_uncached_at_its_own_worker() -> None:
+    held_by_prefill = Ask(num_tokens=600, held={WorkerId("p1"): 576})
+    held_by_decode = Ask(num_tokens=600, held={WorkerId("d1"): 576})
+    cold = Ask(num_tokens=600)
+    assert handed_off_cost_s(PREFILL, DECODE, held_by_prefill, COST) < handed_off_cost_s(PREFILL, DECODE, cold, COST)
+    assert path(held_by_prefill, DECODE, PREFILL)[0] == "handed_off"
+    assert path(held_by_decode, DECODE, PREFILL)[0] == "local"
+
+
+def test_context_term_makes_deep_chunks_dearer() -> None:
+    deep = replace(DECODE, step_model=StepModel(base_s=0.025, token_s=0.0012, context_s=1e-5))
+    assert local_cost_s(deep, 128, 2_000) > local_cost_s(deep, 128, 0)
+
+
+def test_paths_that_need_no_estimate() -> None:
+    assert path(Ask(num_tokens=1), DECODE, PREFILL) == ("local", "one_token")
+    assert path(Ask(num_tokens=65, held={WorkerId("d1"): 64}), DECODE, PREFILL) == ("local", "cached")
+    assert path(Ask(num_tokens=600), DECODE) == ("local", "no_prefill_worker")
+    for busy in (
+        replace(PREFILL, running=8),
+        replace(PREFILL, waiting=1),
+        replace(PREFILL, free_blocks=(3,)),
+        replace(PREFILL, draining=True),
+        replace(PREFILL, fingerprint="other"),
+    ):
+        assert path(Ask(num_tokens=600), DECODE, busy) == ("local", "no_prefill_worker")
+
+
+def test_rank_is_numerics_then_match_then_free_blocks_then_id() -> None:
+    a, b, c = view("a", free_blocks=(50,)), view("b", free_blocks=(60,)), view("c", free_blocks=(60,))
+
+    def winner(ask: Ask, *views: object) -> str:
+        choice = choose(ask, list(views), COST)  # type: ignore[arg-type]
+        assert choice is not None
+        assert choice.candidates == len(views)
+        return choice.decode_worker
+
+    assert winner(Ask(num_tokens=100), a, b, c) == "b"
+    assert winner(Ask(num_tokens=100, held={WorkerId("a"): 32}), a, b, c) == "a"
+    other = replace(c, numerics="n2")
+    assert winner(Ask(num_tokens=100, held={WorkerId("a"): 32}, numerics="n2"), a, b, other) == "c"
+
+
+def test_only_workers_with_room_are_candidates() -> None:
+    ask = Ask(num_tokens=320, max_new_tokens=32)  # eleven blocks of 32
+    assert ask.blocks(DECODE) == (11,)
+    assert Ask(num_tokens=40, max_new_tokens=30, choices=3).blocks(DECODE) == (1 + 3 * 2,)
+    for full in (
+        replace(DECODE, free_blocks=(10,)),
+        replace(DECODE, running=7, waiting=1),
+        replace(DECODE, draining=True),
+        PREFILL,
+    ):
+        assert choose(ask, [full], COST) is None
+    assert choose(replace(ask, excluded=frozenset({DECODE.worker})), [DECODE], COST) is None
+    assert choose(ask, [replace(DECODE, free_blocks=(11,))], COST) is not None
+
+
+def test_what_can_never_fit_goes_to_a_worker_to_be_refused_there() -> None:
+    assert choose(Ask(num_tokens=32 * 200), [replace(DECODE, free_blocks=(0,))], COST) is not None
+
+
+def test_two_layer_groups_both_count() -> None:
+    two = replace(DECODE, free_blocks=(100, 2), total_blocks=(100, 10), block_sizes=(32, 64))
+    assert choose(Ask(num_tokens=100), [two], COST) is not None
+    assert choose(Ask(num_tokens=200), [two], COST) is None

@@ -1,0 +1,424 @@
+"""The request table: the way to PLACED, what puts a request back, what ends it, and what a new leader adopts."""
+
+from __future__ import annotations
+
+from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, PlacingEnded
+from services.scheduler.record import State
+from shared.contracts import messages as m
+from shared.contracts.errors import ErrorInfo
+from shared.contracts.ids import Dispatch, Incarnation, RequestId, WorkerId
+from tests.unit.scheduler_support import INGRESS, Bench, attempt, no_room, reserved, submit
+
+ACCEPTED = m.PrefillAccepted(incarnation=Incarnation(1))
+
+
+def progress(*attempts: object) -> tuple[m.AttemptProgress, ...]:
+    return tuple(m.AttemptProgress(a, 1) for a in attempts)  # type: ignore[arg-type]
+
+
+def pair(**limits: object) -> Bench:
+    bench = Bench(**limits)  # type: ignore[arg-type]
+    bench.beat("d1")
+    bench.beat("p1", "prefill")
+    return bench
+
+
+def state(bench: Bench, name: str) -> State | None:
+    record = bench.table.record(RequestId(name))
+    return record.state if record is not None else None
+
+
+# ---------------------------------------------------------------------------------------------- the way to placed
+
+
+def test_a_short_prompt_goes_local() -> None:
+    bench = pair()
+    answer = bench.submit(submit("r", 60))
+    assert isinstance(answer, m.Queued)
+    assert answer.predicted_ttft_s > 0
+    bench.match()
+    ask = bench.reserve(reserved())
+    assert (ask.worker, ask.message.prefill_worker, ask.message.attempt) == ("d1", "", attempt("r", 1, 1))
+    (placed,) = bench.told
+    assert (placed.path, placed.reason, placed.decode_worker) == ("local", "estimate", "d1")
+    assert 0 < placed.local_s < placed.handed_off_s
+    ended: PlacingEnded = bench.pop(PlacingEnded)
+    assert ended.outcome == "placed"
+    assert {"baton.path", "baton.reason", "baton.local_s", "baton.handed_off_s", "baton.queue_s"} <= set(
+        ended.attributes
+    )
+    assert bench.effects == []
+
+
+def test_a_long_prompt_is_handed_off_from_the_true_hit() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    bench.match(m.Holder(WorkerId("p1"), (2,)), m.Holder(WorkerId("gone"), (9,)))
+    assert bench.reserve(reserved(num_cached_tokens=32)).message.prefill_worker == "p1"
+    assert bench.told == []
+    run = bench.prefill(ACCEPTED)
+    assert (run.worker, run.message.decode_worker, run.message.first_token) == ("p1", "d1", 32)
+    assert len(run.message.token_ids) == 4 * 599  # all but the last token
+    assert run.message.lease_token == b"t" * 16
+    (placed,) = bench.told
+    assert (placed.path, placed.prefill_worker) == ("handed_off", "p1")
+
+
+def test_a_prompt_without_a_full_block_asks_no_match_and_one_token_has_no_prefill_leg() -> None:
+    bench = pair()
+    bench.submit(submit("r", 1))
+    assert bench.count(AskMatch) == 0
+    bench.reserve(reserved())
+    assert (bench.told[0].path, bench.told[0].reason) == ("local", "one_token")
+
+
+def test_no_prefill_leg_when_all_is_cached_or_it_runs_already() -> None:
+    for reply in (reserved(num_cached_tokens=599), reserved(already_running=True)):
+        bench = pair()
+        bench.submit(submit("r", 600))
+        bench.match()
+        bench.reserve(reply)
+        assert bench.count(AskPrefill) == 0
+        assert bench.told[0].path == "local"
+
+
+def test_a_match_that_does_not_come_counts_as_no_match() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    ask: AskMatch = bench.pop(AskMatch)
+    assert 0.02 <= ask.timeout_s <= 0.5
+    bench.take(bench.table.matched(0.0, ask.attempt, None))
+    assert bench.pop(AskReserve).message.tags == ()
+
+
+def test_a_refused_grant_ends_the_request() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    ask: AskMatch = bench.pop(AskMatch)
+    refusal = m.Refusal(error=ErrorInfo("Forbidden/purged", "scope generation is over"))
+    bench.take(bench.table.matched(0.0, ask.attempt, refusal))
+    assert bench.told[0].error.code == "Forbidden/purged"
+    assert bench.table.queued == 0
+
+
+# ---------------------------------------------------------------------------------------------- putting back, refusing
+
+
+def test_no_blocks_now_keeps_the_place_in_the_queue() -> None:
+    bench = pair(max_placing=1)
+    bench.submit(submit("first"))
+    bench.submit(submit("second"))
+    bench.match()
+    bench.reserve(no_room())
+    assert [bench.table.queued, state(bench, "first")] == [2, State.QUEUED]
+    assert bench.effects[-1].outcome == "requeued"  # type: ignore[union-attr]
+    assert bench.count(AskReserve) == 0  # the only worker just refused
+    bench.beat("d1")
+    ask = bench.pop(AskReserve)
+    assert ask.message.attempt == attempt("first", 1, 2)  # the dispatch rises, the match is still fresh
+
+
+def test_a_refusing_worker_is_asked_again_after_a_while_without_its_beat() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(no_room())
+    bench.tick(0.5)
+    assert bench.count(AskReserve) == 0
+    bench.tick(0.6)
+    assert bench.count(AskReserve) == 1
+
+
+def test_nothing_passes_a_head_that_waits_for_room() -> None:
+    bench = Bench()
+    bench.beat("d1", free_blocks=(5,))
+    bench.submit(submit("large", 32 * 6))
+    bench.submit(submit("small", 32))
+    assert bench.effects == []
+    bench.beat("d1", free_blocks=(50,))
+    assert bench.count(AskMatch) + bench.count(AskReserve) == 2
+
+
+def test_never_fits_is_refused_at_once() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    bench.match()
+    bench.reserve(no_room("ContextExceeded/pool", never=True))
+    (told,) = bench.told
+    assert isinstance(told, m.PlacementRefused)
+    assert told.error.code == "ContextExceeded/pool"
+    assert state(bench, "r") is None
+
+
+def test_early_refusals() -> None:
+    bench = Bench(queue_bound=2)
+
+    def code(answer: m.Queued | m.Refusal) -> str:
+        return answer.error.code if isinstance(answer, m.Refusal) else ""
+
+    assert code(bench.submit(submit("a"))) == "Unavailable/unavailable"
+    assert code(bench.submit(submit("b", epoch=2))) == ""  # it ran before: it may wait for a worker
+    bench.beat("d1", free_blocks=(0,))
+    assert code(bench.submit(submit("c", age_s=200.0))) == "DeadlineExceeded/deadline_exceeded"
+    slow = bench.submit(submit("d", 3_000), budget_s=1.0)
+    assert code(slow) == "Overloaded/overloaded"
+    assert isinstance(slow, m.Refusal)
+    assert 1 <= slow.error.retry_after_s <= 60
+    assert code(bench.submit(submit("e"))) == ""
+    assert code(bench.submit(submit("f"))) == "Overloaded/overloaded"
+
+
+def test_a_spent_budget_ends_a_queued_request_with_an_error() -> None:
+    bench = Bench()
+    bench.beat("d1", free_blocks=(0,))
+    bench.submit(submit("r", age_s=1.0), budget_s=5.0)
+    bench.tick(3.9)
+    assert bench.told == []
+    bench.tick(0.2)
+    assert bench.told[0].error.code == "DeadlineExceeded/deadline_exceeded"
+
+
+# ---------------------------------------------------------------------------------------------- faults
+
+
+def test_a_refused_prefill_leg_is_restamped_as_local() -> None:
+    for reply, reason in ((no_room(), "prefill_refused"), (None, "prefill_timeout")):
+        bench = pair()
+        bench.submit(submit("r", 600))
+        bench.match()
+        bench.reserve(reserved())
+        bench.prefill(reply)
+        assert bench.cancels() == [("p1", attempt("r", 1, 1))]
+        again = bench.reserve(reserved())
+        assert (again.message.attempt, again.message.prefill_worker) == (attempt("r", 1, 2), "")
+        assert (bench.told[0].path, bench.told[0].reason) == ("local", reason)
+
+
+def test_a_prefill_worker_lost_while_asked_is_the_same() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    bench.match()
+    bench.reserve(reserved())
+    lost = bench.registry.lose(WorkerId("p1"))
+    assert lost is not None
+    bench.take(bench.table.worker_lost(0.0, lost))
+    bench.reserve(reserved())
+    assert bench.told[0].reason == "prefill_lost"
+
+
+def test_a_prefill_worker_lost_before_the_reserve_is_answered() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    bench.match()
+    bench.registry.lose(WorkerId("p1"))
+    bench.reserve(reserved())
+    assert bench.reserve(reserved()).message.attempt.dispatch == 2
+    assert bench.told[0].reason == "prefill_lost"
+
+
+def test_an_unanswered_reserve_that_was_accepted_is_adopted_by_the_beat() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(None)
+    assert state(bench, "r") == State.QUEUED
+    bench.beat("d1", attempts=progress(attempt("r", 1, 1)))
+    assert state(bench, "r") == State.PLACED
+    assert bench.told[0].attempt == attempt("r", 1, 1)
+
+
+def test_an_unanswered_reserve_goes_elsewhere_and_the_late_holder_is_cancelled() -> None:
+    bench = pair()
+    bench.beat("d2")
+    bench.submit(submit("r"))
+    bench.match()
+    first = bench.reserve(None)
+    second = bench.reserve(reserved())
+    assert (first.worker, second.worker) == ("d1", "d2")
+    bench.beat("d1", attempts=progress(attempt("r", 1, 1)))
+    assert bench.cancels() == [("d1", attempt("r", 1, 1))]
+    assert state(bench, "r") == State.PLACED
+
+
+def test_a_late_yes_is_taken_while_queued_and_cancelled_when_fenced() -> None:
+    bench = pair(max_placing=1)
+    bench.submit(submit("r"))
+    bench.match()
+    first = bench.reserve(None)
+    bench.take(bench.table.reserve_replied(0.0, first.message.attempt, first.worker, reserved()))
+    assert state(bench, "r") == State.PLACED
+    bench.take(bench.table.reserve_replied(0.0, attempt("r", 1, 0), WorkerId("d9"), reserved()))
+    assert bench.cancels() == [("d9", attempt("r", 1, 0))]
+
+
+def test_hops_the_shell_never_answers_time_out_in_the_table() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    bench.tick(1.0)  # match
+    assert bench.count(AskReserve) == 1
+    bench.tick(3.0)  # reserve
+    assert bench.effects[-1].outcome == "requeued"  # type: ignore[union-attr]
+
+
+def test_a_lost_decode_worker_is_told_and_the_higher_epoch_replaces() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(reserved())
+    gone = bench.registry.lose(WorkerId("d1"))
+    assert gone is not None
+    bench.take(bench.table.worker_lost(0.0, gone))
+    assert isinstance(bench.told[-1], m.WorkerLost)
+    assert bench.told[-1].number == bench.told[0].number + 1
+    assert state(bench, "r") == State.LOST
+    assert isinstance(bench.submit(submit("r", 65, epoch=2)), m.Queued)
+    bench.beat("d2")
+    bench.match()
+    assert bench.reserve(reserved()).message.attempt == attempt("r", 2, 1)
+
+
+def test_a_decode_worker_lost_while_reserving_puts_the_request_back() -> None:
+    bench = pair()
+    bench.beat("d2")
+    bench.submit(submit("r"))
+    bench.match()
+    ask: AskReserve = bench.pop(AskReserve)
+    gone = bench.registry.lose(ask.worker)
+    assert gone is not None
+    bench.take(bench.table.worker_lost(0.0, gone))
+    assert bench.pop(AskReserve).worker == "d2"
+    bench.take(bench.table.reserve_replied(0.0, ask.message.attempt, ask.worker, reserved()))
+    assert bench.cancels() == [("d1", attempt("r", 1, 1))]
+
+
+def test_a_replaced_incarnation_counts_as_lost() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(reserved())
+    bench.beat("d1", incarnation=Incarnation(2))
+    assert isinstance(bench.told[-1], m.WorkerLost)
+    assert bench.told[-1].incarnation == 1
+
+
+# ---------------------------------------------------------------------------------------------- idempotency, ingresses
+
+
+def test_submit_is_idempotent_and_older_epochs_are_refused() -> None:
+    bench = pair()
+    for _ in range(3):
+        assert isinstance(bench.submit(submit("r")), m.Queued)
+    assert bench.count(AskMatch) == 1
+    bench.submit(submit("r", epoch=2))
+    assert isinstance(bench.submit(submit("r", epoch=1)), m.Refusal)
+
+
+def test_a_duplicate_of_an_ended_request_does_not_run_again() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(reserved())
+    bench.beat("d1", attempts=progress(attempt("r", 1, 1)))
+    bench.beat("d1")
+    assert state(bench, "r") == State.PLACED  # one beat may be older than the placement
+    bench.beat("d1")
+    assert state(bench, "r") is None
+    bench.effects.clear()
+    assert isinstance(bench.submit(submit("r")), m.Queued)
+    assert bench.effects == []
+    bench.submit(submit("r", epoch=2))
+    assert bench.count(AskMatch) == 1
+
+
+def test_cancel_drops_what_waits_and_cancels_what_is_being_placed() -> None:
+    bench = pair(max_placing=1)
+    bench.submit(submit("placing", 600))
+    bench.match()
+    bench.reserve(reserved())
+    bench.submit(submit("waiting"))
+    bench.take(bench.table.cancel(0.0, attempt("waiting")))
+    assert bench.table.queued == 0
+    bench.take(bench.table.cancel(0.0, attempt("placing")))
+    assert bench.cancels() == [("d1", attempt("placing", 1, 1)), ("p1", attempt("placing", 1, 1))]
+    bench.beat("d1", attempts=progress(attempt("placing", 1, 1)))  # the cancel was lost
+    assert bench.cancels() == [("d1", attempt("placing", 1, 1))]
+
+
+def test_an_ingress_drops_by_not_listing_and_by_falling_silent() -> None:
+    bench = Bench()
+    bench.beat("d1", free_blocks=(0,))
+    for name in ("kept", "dropped"):
+        bench.submit(submit(name))
+    for number in (1, 2):
+        beat = m.GatewayBeat(ingress_id=INGRESS, number=number, requests=(RequestId("kept"),))
+        bench.take(bench.table.ingress_beat(0.0, beat))
+    assert (bench.table.queued, state(bench, "dropped")) == (1, None)
+    bench.tick(9.9)
+    assert bench.table.queued == 1
+    bench.tick(0.2)
+    assert bench.table.queued == 0
+
+
+# ---------------------------------------------------------------------------------------------- a new term
+
+
+def test_a_new_leader_gathers_adopts_and_places_the_rest() -> None:
+    bench = Bench(term=2, gather_s=1.5)
+    bench.beat("d1", attempts=progress(attempt("held", 1, 3)))
+    for name in ("rest", "held", "late"):
+        bench.submit(submit(name, age_s=5.0))
+    assert state(bench, "held") == State.PLACED
+    placed = bench.told[0]
+    assert (placed.attempt, placed.reason, placed.term) == (attempt("held", 1, 3), "adopted", 2)
+    bench.tick(1.0)
+    assert bench.count(AskMatch) == 0
+    bench.beat("d2", attempts=progress(attempt("late", 1, 1)))
+    assert state(bench, "late") == State.PLACED
+    bench.tick(0.6)
+    assert bench.pop(AskMatch).attempt.request_id == "rest"
+
+
+def test_dispatches_of_a_later_term_are_above_all_earlier_ones() -> None:
+    bench = Bench(term=3)
+    bench.beat("d1")
+    bench.submit(submit("r"))
+    bench.match()
+    ask = bench.reserve(reserved())
+    assert ask.message.attempt.dispatch == Dispatch((2 << 16) + 1)
+    bench.beat("d2", attempts=progress(attempt("r", 1, 7)))  # placed by an earlier leader, seen too late
+    assert bench.cancels() == [("d2", attempt("r", 1, 7))]
+
+
+def test_a_beat_with_a_newer_attempt_wins_over_ours() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(reserved())
+    bench.beat("d2", attempts=progress(attempt("r", 1, 5)))
+    assert bench.cancels() == [("d1", attempt("r", 1, 1))]
+    record = bench.table.record(RequestId("r"))
+    assert record is not None
+    assert (record.decode_worker, record.attempt) == ("d2", attempt("r", 1, 5))
+    bench.beat("d3", attempts=progress(attempt("r", 2, 1)))
+    assert state(bench, "r") is None
+
+
+def test_a_resend_keeps_its_arrival() -> None:
+    bench = Bench(gather_s=1.0)
+    bench.beat("d1")
+    bench.submit(submit("young", age_s=0.0))
+    bench.submit(submit("old", age_s=9.0))
+    bench.tick(1.1)
+    first, second = bench.pop(AskMatch), bench.pop(AskMatch)
+    assert (first.attempt.request_id, second.attempt.request_id) == ("old", "young")
+
+
+def test_prefill_beats_with_fenced_attempts_are_cancelled() -> None:
+    bench = pair()
+    bench.submit(submit("r", 600))
+    bench.match()
+    bench.reserve(reserved())
+    bench.prefill(None)
+    bench.cancels()
+    bench.beat("p1", "prefill", attempts=progress(attempt("r", 1, 1)))
+    assert bench.cancels() == [("p1", attempt("r", 1, 1))]

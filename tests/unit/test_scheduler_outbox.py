@@ -1,0 +1,101 @@
+"""Events to ingresses, the forecast, ingress leases and tombstones: the small cores beside the request table."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.scheduler import forecast
+from services.scheduler.ingresses import IngressRegistry
+from services.scheduler.outbox import Event, Outbox
+from services.scheduler.tombstones import Tombstones
+from shared.contracts.ids import Epoch, Incarnation, IngressId, RequestId, Term, WorkerId
+from shared.contracts.messages import GatewayBeat, WorkerLost
+from tests.unit.scheduler_support import attempt, view
+
+A, B = IngressId("a"), IngressId("b")
+
+
+def lost(number: int) -> Event:
+    return WorkerLost(number=number, worker=WorkerId("w"), incarnation=Incarnation(1))
+
+
+def test_events_go_one_at_a_time_in_order_and_again_until_seen() -> None:
+    outbox = Outbox(Term(3), resend_s=1.0)
+    for _ in range(2):
+        outbox.add(A, lost)
+    outbox.add(B, lost)
+    first = (3 << 32) + 1
+    assert [(i, e.number) for i, e in outbox.due(0.0)] == [(A, first), (B, first)]
+    assert outbox.due(0.9) == []
+    assert [(i, e.number) for i, e in outbox.due(1.0)] == [(A, first), (B, first)]
+    outbox.seen(A, first)
+    outbox.drop(B)
+    assert [(i, e.number) for i, e in outbox.due(1.0)] == [(A, first + 1)]
+    outbox.seen(A, first + 7)
+    outbox.seen(IngressId("nobody"), 1)
+    assert len(outbox) == 0
+
+
+def test_numbers_of_a_later_term_are_above() -> None:
+    old, new = Outbox(Term(1)), Outbox(Term(2))
+    for _ in range(1000):
+        old.add(A, lost)
+    old.seen(A, (1 << 32) + 999)
+    new.add(A, lost)
+    assert new.due(0.0)[0][1].number > old.due(0.0)[0][1].number
+
+
+def test_the_forecast_takes_the_worse_of_tokens_and_turns() -> None:
+    views = [view("d1")]
+    rate = forecast.prefill_rate(views)
+    assert rate == pytest.approx(128 / (0.025 + 0.0012 * 128 + 0.0005))
+    by_tokens = forecast.predict_ttft_s(views, tokens_ahead=900, turns_ahead=3, turn_s=0.1, num_tokens=100)
+    assert by_tokens == pytest.approx(1000 / rate)
+    assert forecast.predict_ttft_s(views, tokens_ahead=0, turns_ahead=30, turn_s=2.0, num_tokens=1) == 60.0
+    assert forecast.predict_ttft_s([], tokens_ahead=9, turns_ahead=0, turn_s=0.0, num_tokens=9) == 0.0
+
+
+def test_retry_after_is_whole_clamped_and_jittered() -> None:
+    assert forecast.retry_after_s(1.0, 5.0, 0.0) == 1.0
+    assert forecast.retry_after_s(30.0, 10.0, 0.0) == 20.0
+    assert forecast.retry_after_s(30.0, 10.0, 0.999) == 24.0
+    assert forecast.retry_after_s(1e9, 0.0, 0.5) == 60.0
+
+
+def test_the_turn_clock_measures_only_while_others_wait() -> None:
+    clock = forecast.TurnClock(weight=0.5)
+    clock.placed(0.0, others_waited=True)
+    clock.placed(2.0, others_waited=True)
+    assert clock.turn_s == 2.0
+    clock.placed(6.0, others_waited=False)
+    clock.placed(100.0, others_waited=True)
+    assert clock.turn_s == 2.0
+    clock.placed(104.0, others_waited=True)
+    assert clock.turn_s == 3.0
+
+
+def test_an_ingress_lists_and_leaves() -> None:
+    ingresses = IngressRegistry(lease_s=10.0)
+    r1, r2 = RequestId("r1"), RequestId("r2")
+    assert ingresses.unlisted(GatewayBeat(ingress_id=A, number=1), [r1]) == set()
+    ingresses.heard(A, 0.0)
+    assert ingresses.unlisted(GatewayBeat(ingress_id=A, number=1, requests=(r2,)), [r1, r2]) == set()
+    assert ingresses.unlisted(GatewayBeat(ingress_id=A, number=1, requests=(r2,)), [r1, r2]) == set()  # stale
+    assert ingresses.unlisted(GatewayBeat(ingress_id=A, number=2, requests=(r2,)), [r1, r2]) == {r1}
+    ingresses.heard(A, 5.0)
+    assert ingresses.known() == [A]
+    assert ingresses.expire(14.9) == []
+    assert ingresses.expire(15.0) == [A]
+
+
+def test_tombstones_remember_for_a_while() -> None:
+    ended = Tombstones(remember_s=60.0)
+    ended.add(RequestId("a"), Epoch(2), dropped=True, now=0.0)
+    ended.add(RequestId("b"), Epoch(1), dropped=False, now=1.0)
+    assert ended.epoch(RequestId("a")) == 2
+    assert ended.was_dropped(attempt("a", 1))
+    assert not ended.was_dropped(attempt("a", 3))
+    assert not ended.was_dropped(attempt("b", 1))
+    ended.expire(60.0)
+    assert ended.epoch(RequestId("a")) is None
+    assert ended.epoch(RequestId("b")) == 1

@@ -1,0 +1,77 @@
+"""Workers by their beats: leases, incarnations, fingerprints, and counters between beats."""
+
+from __future__ import annotations
+
+from services.scheduler.worker_registry import WorkerRegistry
+from shared.contracts.ids import Incarnation, WorkerId
+from tests.unit.scheduler_support import beat
+
+
+def registry() -> WorkerRegistry:
+    return WorkerRegistry("default", lease_s=10.0)
+
+
+def test_a_beat_joins_and_the_lease_ends_it() -> None:
+    workers = registry()
+    assert workers.on_beat(0.0, beat("d1")).joined
+    assert not workers.on_beat(5.0, beat("d1", number=2)).joined
+    assert workers.expire(14.9) == []
+    (lost,) = workers.expire(15.0)
+    assert (lost.worker, lost.incarnation, lost.reason) == ("d1", 1, "lease_expired")
+    assert workers.expire(16.0) == []
+    assert workers.on_beat(17.0, beat("d1", number=3)).joined  # a paused process may come back
+
+
+def test_stale_beats_and_other_pools_change_nothing() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1", number=5, incarnation=Incarnation(7)))
+    assert not workers.on_beat(1.0, beat("d1", number=5, incarnation=Incarnation(7))).taken
+    assert not workers.on_beat(1.0, beat("d1", number=9, incarnation=Incarnation(6))).taken
+    assert not workers.on_beat(1.0, beat("d2", pool="elsewhere")).taken
+    assert len(workers) == 1
+
+
+def test_a_new_incarnation_replaces_the_old_process() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1", number=50))
+    outcome = workers.on_beat(1.0, beat("d1", number=1, incarnation=Incarnation(2)))
+    assert outcome.taken
+    assert outcome.replaced is not None
+    assert (outcome.replaced.incarnation, outcome.replaced.reason) == (1, "replaced")
+
+
+def test_a_worker_that_does_not_fit_is_refused_with_both_values() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1", fingerprint="aaa"))
+    outcome = workers.on_beat(0.0, beat("p1", "prefill", fingerprint="bbb"))
+    assert outcome.refused is not None
+    assert (outcome.refused.field, outcome.refused.value, outcome.refused.expected) == ("fingerprint", "bbb", "aaa")
+    assert WorkerId("p1") not in workers
+    fake = workers.on_beat(0.0, beat("p2", "prefill", fingerprint="aaa", fake=True))
+    assert fake.refused is not None
+    assert fake.refused.field == "fake"
+    workers.lose(WorkerId("d1"))
+    assert workers.on_beat(1.0, beat("p1", "prefill", number=2, fingerprint="bbb")).taken  # the pool was empty
+
+
+def test_placements_count_until_the_next_beat() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1", running=1))
+    workers.note_placed(WorkerId("d1"), (10,), 300)
+    workers.note_placed(WorkerId("d1"), (95,), 20)
+    view = workers.view(WorkerId("d1"))
+    assert view is not None
+    assert (view.free_blocks, view.running, view.queue_tokens) == ((0,), 3, 320)
+    workers.on_beat(1.0, beat("d1", number=2))
+    assert workers.views()[0].free_blocks == (100,)
+    workers.note_placed(WorkerId("nobody"), (1,), 1)
+    assert workers.view(WorkerId("nobody")) is None
+
+
+def test_flags_show_in_views() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1", draining=True, fake=True, token_budget=0))
+    view = workers.views()[0]
+    assert view.draining
+    assert view.fake
+    assert view.token_budget == 128
