@@ -62,7 +62,8 @@ class GroupPool:
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)  # least recently used first
     _by_tag: dict[BlockTag, int] = field(init=False, default_factory=dict)
     _events: dict[BlockTag, bool] = field(init=False, default_factory=dict)  # True: stored
-    _dirty: list[int] = field(init=False, default_factory=list)
+    _dirty: list[int] = field(init=False, default_factory=list)  # condemned, waiting for the cleaner
+    _cleaning: set[int] = field(init=False, default_factory=set)  # with the cleaner
 
     def __post_init__(self) -> None:
         self._blocks = [_Block() for _ in range(self.num_blocks)]
@@ -179,14 +180,16 @@ class GroupPool:
     def take_dirty(self) -> list[int]:
         """Condemned blocks that nobody but the cleaner holds any more; each must come back through `cleaned`."""
         dirty, self._dirty = self._dirty, []
+        self._cleaning.update(dirty)
         return dirty
 
     def cleaned(self, block_ids: Iterable[int]) -> None:
         """Blocks of `take_dirty` are zeroed and may be handed out again."""
         for block_id in block_ids:
+            if block_id not in self._cleaning:
+                raise ValueError(f"block {block_id} is not with the cleaner")
+            self._cleaning.remove(block_id)
             block = self._blocks[block_id]
-            if not block.condemned or block.refcount != 1:
-                raise ValueError(f"block {block_id} is not waiting to be cleaned")
             block.condemned = False
             block.refcount = 0
             self._free[block_id] = None
@@ -203,7 +206,7 @@ class GroupPool:
         """Assert that free + referenced + cached is the whole group and that every index agrees.
 
         Args:
-            references: how often each block is named by the owners, if they are known.
+            references: how often each block is named by its owners' tables, if they are known; the cleaner is added.
         """
         used = {i for i, b in enumerate(self._blocks) if b.refcount > 0}
         free, cached = set(self._free), set(self._cached)
@@ -215,7 +218,10 @@ class GroupPool:
         tagged = {b.tag: i for i, b in enumerate(self._blocks) if b.tag is not None}
         assert tagged == self._by_tag, "the tag map does not name the tagged blocks"
         if references is not None:
-            assert list(references) == [b.refcount for b in self._blocks], "refcounts differ from the owners' tables"
+            expected = list(references)
+            for block_id in (*self._dirty, *self._cleaning):
+                expected[block_id] += 1
+            assert expected == [b.refcount for b in self._blocks], "refcounts differ from the owners' tables"
 
     def _untag(self, block_id: int) -> None:
         block = self._blocks[block_id]

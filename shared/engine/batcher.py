@@ -1,0 +1,418 @@
+"""The batcher: which tokens of which sequences the next step computes, and what a finished step means.
+
+Pure: no clock, no tensor, no thread; the engine's planner thread owns it. A sequence holds all the blocks it can ever
+need from `reserve` on, so nothing that was accepted is ever short of room.
+
+A step may be planned while the one before is in flight. What such a step needs of an earlier one stands in it as
+IN_FLIGHT; when a sequence turns out to have ended, its rows in later steps are dropped, and its blocks are freed only
+when the last step that names them has ended and the last pin is gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from shared.contracts.ids import BlockTag
+from shared.contracts.messages import Totals
+from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
+from shared.engine.sequence import (
+    CANCELLED,
+    ERROR,
+    STOP,
+    Sequence,
+    SequenceSpec,
+    SequenceStatus,
+    SequenceUpdate,
+)
+from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
+from shared.kv.block_pool import BlockCounts, BlockPool, TagEvents
+from shared.kv.block_table import BlockTable
+from shared.kv.layout import PoolLayout
+
+
+class ReservationRefused(Exception):
+    """A sequence was not accepted; nothing was reserved. The message holds numbers, no tokens."""
+
+
+class NeverFits(ReservationRefused):
+    """It needs more blocks than the pool has: no waiting can help."""
+
+
+class NoBlocks(ReservationRefused):
+    """Too few blocks are available now."""
+
+
+class NoSlot(ReservationRefused):
+    """As many sequences are live as the engine runs at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherConfig:
+    """Raises ValueError when a full set of decodes could leave no room for a prompt."""
+
+    token_budget: int = 512  # most tokens in a step
+    max_num_seqs: int = 32  # most live sequences, waiting for KV included
+    chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
+    depth: int = 1  # steps that may be planned while one is in flight
+    quantum: int = 64  # prompt tokens a tenant of weight 1 gets in a turn
+
+    def __post_init__(self) -> None:
+        if self.token_budget <= self.max_num_seqs:
+            raise ValueError(f"a budget of {self.token_budget} tokens must exceed {self.max_num_seqs} sequences")
+        if min(self.max_num_seqs, self.quantum) < 1 or min(self.depth, self.chunk_size) < 0:
+            raise ValueError("sequences and quantum must be positive, depth and chunk size not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What an accepted sequence holds."""
+
+    num_cached_tokens: int
+    tables: tuple[BlockTable, ...]  # one per layer group
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """A snapshot for beats and metrics."""
+
+    running: int
+    waiting: int
+    ended: int  # finished, blocks still held
+    queue_tokens: int  # prompt tokens to compute here that are not yet planned
+    blocks: tuple[BlockCounts, ...]  # one per layer group
+
+
+class Batcher:
+    """Continuous batching with chunked prefill under one token budget."""
+
+    def __init__(self, layout: PoolLayout, config: BatcherConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(layout)
+        self._sequences: dict[str, Sequence] = {}  # in order of arrival
+        self._fair = DeficitRoundRobin(config.quantum)
+        self._in_flight: deque[StepPlan] = deque()
+        self._last_step = 0
+        self._updates: list[SequenceUpdate] = []
+        self._to_zero: list[tuple[int, int]] = []  # tails of sequences that only compute
+        self._zeroing: dict[tuple[int, int], str] = {}  # such a tail, pinned until it is zeroed
+
+    # ------------------------------------------------------------------------------------- life of a sequence
+
+    def reserve(self, spec: SequenceSpec) -> Reservation:
+        """Accept a sequence with all the blocks it can ever need, or nothing.
+
+        Raises:
+            NeverFits, NoBlocks, NoSlot: not accepted.
+            ValueError: `spec.seq_id` is held already.
+        """
+        if spec.seq_id in self._sequences:
+            raise ValueError(f"sequence {spec.seq_id} is held already")
+        needed = self.pool.blocks_for(spec.num_slots)
+        for group, count in zip(self.pool.groups, needed, strict=True):
+            if count > group.num_blocks:
+                raise NeverFits(f"{spec.num_slots} token slots need {count} blocks of {group.num_blocks}")
+        if self._num_live() >= self.config.max_num_seqs:
+            raise NoSlot(f"{self.config.max_num_seqs} sequences are live")
+        hits = self.pool.match(spec.tags, spec.token_ids, spec.max_match)
+        for group, hit, count in zip(self.pool.groups, hits, needed, strict=True):
+            if not group.can_take(hit, count - len(hit)):
+                raise NoBlocks(f"{count - len(hit)} blocks needed, {group.counts.available} available")
+        tables: list[BlockTable] = []
+        for group, hit, count in zip(self.pool.groups, hits, needed, strict=True):
+            group.share(hit)
+            block_ids = (*hit, *group.allocate(count - len(hit)))
+            generations = tuple(group.generation(block_id) for block_id in block_ids)
+            tables.append(BlockTable(group.block_size, block_ids, generations, num_shared=len(hit)))
+        num_cached = len(hits[0]) * self.pool.groups[0].block_size
+        seq = Sequence(spec, tuple(tables), num_cached)
+        self._sequences[spec.seq_id] = seq
+        if spec.compute_only:
+            self._zero_tail(seq)
+            seq.end_if_computed()
+            if seq.finish:
+                self._report(seq)
+        return Reservation(num_cached, seq.tables)
+
+    def kv_received(self, seq_id: str, num_tokens: int) -> bool:
+        """KV of [0, num_tokens) is stored in the sequence's blocks, cached or pulled. False when it no longer waits.
+
+        Raises:
+            ValueError: KV of the last token, which has to be computed here.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None or seq.finish or not seq.awaiting_kv:
+            return False
+        if num_tokens > seq.spec.max_match:
+            raise ValueError(f"KV of {num_tokens} tokens received, at most {seq.spec.max_match} are of use")
+        seq.num_received_tokens = max(seq.num_received_tokens, num_tokens)
+        return True
+
+    def release(self, seq_id: str) -> bool:
+        """Stop waiting for KV: run from what there is, computing the rest here. False when it does not wait.
+
+        From here on steps write behind the received KV: pulls must have ended.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None or seq.finish or not seq.awaiting_kv:
+            return False
+        seq.awaiting_kv = False
+        seq.num_computed_tokens = max(seq.num_cached_tokens, seq.num_received_tokens)
+        seq.num_confirmed_tokens = seq.num_computed_tokens
+        if seq.num_confirmed_tokens > seq.num_cached_tokens:
+            self._report(seq)
+        return True
+
+    def finish(self, seq_id: str, num_output_tokens: int) -> Totals | None:
+        """End a sequence at `num_output_tokens`, counted from the end of the prompt; what lies behind is waste.
+
+        Returns its totals, or None when it is not held. Also cuts one that has ended by itself, while it is held.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            return None
+        seq.truncate(num_output_tokens)
+        return self._end_from_outside(seq, STOP)
+
+    def cancel(self, seq_id: str) -> Totals | None:
+        """End a sequence where it stands; its totals, or None when it is not held.
+
+        The pin of a sequence that only computes is dropped: a peer still pulling finds a digest that differs.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            return None
+        return self._end_from_outside(seq, CANCELLED)
+
+    def pin(self, seq_id: str) -> bool:
+        """Keep the blocks although the sequence may end: something outside the steps writes or reads them."""
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            return False
+        seq.pins += 1
+        return True
+
+    def unpin(self, seq_id: str) -> bool:
+        """Undo one `pin`, or the one that a sequence that only computes is born with. False when it holds none."""
+        seq = self._sequences.get(seq_id)
+        if seq is None or not (seq.pins or seq.kept_for_peer):
+            return False
+        if seq.pins:
+            seq.pins -= 1
+        else:
+            seq.kept_for_peer = False
+        self._free_if_over(seq)
+        return True
+
+    def outputs(self, seq_id: str) -> tuple[int, ...]:
+        """Output token ids so far, for a replay; () when it is not held."""
+        seq = self._sequences.get(seq_id)
+        return () if seq is None else tuple(seq.tokens[len(seq.tokens) - seq.num_output_tokens :])
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when depth + 1 steps are in flight or nothing can run.
+
+        Sequences one token behind come first, one row each; then chunks of prompts, shared out among tenants.
+        """
+        if len(self._in_flight) > self.config.depth:
+            return None
+        ready = [seq for seq in self._sequences.values() if seq.num_pending_tokens > 0]
+        decodes = [seq for seq in ready if seq.num_pending_tokens == 1]
+        scheduled = [seq.schedule(1) for seq in decodes]
+        chunk_size = self.config.chunk_size or self.config.token_budget
+        wants = [
+            PrefillWant(s.spec.seq_id, s.spec.tenant, s.spec.weight, min(s.num_pending_tokens, chunk_size))
+            for s in ready
+            if s.num_pending_tokens > 1
+        ]
+        shares = self._fair.share(wants, self.config.token_budget - len(decodes))
+        scheduled += [self._sequences[seq_id].schedule(count) for seq_id, count in shares.items()]
+        if not scheduled:
+            return None
+        self._last_step += 1
+        plan = StepPlan(self._last_step, tuple(scheduled))
+        self._in_flight.append(plan)
+        return plan
+
+    def commit(self, output: StepOutput) -> list[SequenceUpdate]:
+        """Take the result of the oldest step in flight; answers all updates there are.
+
+        Raises:
+            ValueError: not the output of that step; nothing was changed.
+        """
+        plan = self._oldest(output.step)
+        _require_fit(plan, output)
+        self._in_flight.popleft()
+        for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
+            self._commit_row(row, sampled, bad=i in output.bad_rows)
+        return self.take_updates()
+
+    def fail_step(self, step: int, detail: str) -> list[SequenceUpdate]:
+        """The oldest step in flight produced nothing: its sequences end with `error`.
+
+        Raises:
+            ValueError: not that step; nothing was changed.
+        """
+        plan = self._oldest(step)
+        self._in_flight.popleft()
+        for row in plan.sequences:
+            seq = self._sequences[row.seq_id]
+            seq.steps_in_flight -= 1
+            self._fail(seq, detail)
+            self._free_if_over(seq)
+        return self.take_updates()
+
+    def take_updates(self) -> list[SequenceUpdate]:
+        """Updates that came about between steps: by `release`, and by `reserve` of what is wholly cached."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    # ------------------------------------------------------------------------------------- blocks
+
+    def tag(self, group: int, block_id: int, generation: int, tag: BlockTag, token_ids: Seq[int]) -> bool:
+        """Make a completed block findable; see `GroupPool.tag` for when the answer is False."""
+        return self.pool.groups[group].tag(block_id, generation, tag, token_ids)
+
+    def drain_events(self) -> tuple[TagEvents, ...]:
+        """Tags stored and removed since the last call, per layer group."""
+        return self.pool.drain_events()
+
+    def take_blocks_to_zero(self) -> tuple[tuple[int, int], ...]:
+        """(group, block id) to overwrite with zeros before any step planned from now on; held until `zeroed`.
+
+        They are the blocks of sequences whose logits were not finite, and partly filled tails that will be handed over.
+        """
+        blocks = (*self._to_zero, *self.pool.take_dirty())
+        self._to_zero = []
+        return blocks
+
+    def zeroed(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Blocks of `take_blocks_to_zero` are overwritten."""
+        for group, block_id in blocks:
+            seq_id = self._zeroing.pop((group, block_id), None)
+            if seq_id is None:
+                self.pool.cleaned([(group, block_id)])
+            else:
+                seq = self._sequences[seq_id]
+                seq.cleaning -= 1
+                self._free_if_over(seq)
+
+    # ------------------------------------------------------------------------------------- inspection
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and neither committed nor failed."""
+        return len(self._in_flight)
+
+    @property
+    def is_idle(self) -> bool:
+        """True when nothing is held and no step is in flight."""
+        return not self._sequences and not self._in_flight
+
+    def holds(self, seq_id: str) -> bool:
+        """True while the sequence lives or its blocks are held."""
+        return seq_id in self._sequences
+
+    def gauges(self) -> Gauges:
+        statuses = [seq.status for seq in self._sequences.values()]
+        return Gauges(
+            running=statuses.count(SequenceStatus.RUNNING),
+            waiting=statuses.count(SequenceStatus.WAITING),
+            ended=statuses.count(SequenceStatus.FINISHED),
+            queue_tokens=sum(seq.num_waiting_tokens for seq in self._sequences.values()),
+            blocks=self.pool.counts,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants: cheap enough to run whenever the engine idles."""
+        in_flight = [row.seq_id for plan in self._in_flight for row in plan.sequences]
+        for seq_id, seq in self._sequences.items():
+            assert seq.steps_in_flight == in_flight.count(seq_id), f"{seq_id}: steps in flight miscounted"
+            assert seq.num_placeholders <= self.config.depth + 1, f"{seq_id}: too many placeholders"
+            assert seq.num_confirmed_tokens <= seq.num_computed_tokens <= seq.spec.num_slots
+            assert not seq.may_be_freed, f"{seq_id}: over, but its blocks are held"
+        for row in (row for plan in self._in_flight for row in plan.sequences):
+            assert row.seq_id in self._sequences, f"{row.seq_id}: blocks freed under a step in flight"
+        for group, pool in enumerate(self.pool.groups):
+            references = [0] * pool.num_blocks
+            for seq in self._sequences.values():
+                for block_id in seq.tables[group].block_ids:
+                    references[block_id] += 1
+            pool.check(references)
+
+    # ------------------------------------------------------------------------------------- parts
+
+    def _num_live(self) -> int:
+        return sum(1 for seq in self._sequences.values() if not seq.finish)
+
+    def _oldest(self, step: int) -> StepPlan:
+        if not self._in_flight or self._in_flight[0].step != step:
+            raise ValueError(f"step {step} is not the oldest in flight")
+        return self._in_flight[0]
+
+    def _commit_row(self, row: ScheduledSequence, sampled: Seq[int], bad: bool) -> None:
+        seq = self._sequences[row.seq_id]
+        seq.steps_in_flight -= 1
+        if bad:
+            for pool, table in zip(self.pool.groups, seq.tables, strict=True):
+                pool.condemn(table.own)
+            self._fail(seq, "the logits were not finite")
+        elif not seq.finish:
+            seq.num_confirmed_tokens = row.start + len(row.token_ids)
+            first_seq = seq.num_output_tokens
+            self._report(seq, first_seq, seq.append(sampled))
+        self._free_if_over(seq)
+
+    def _report(self, seq: Sequence, first_seq: int = -1, token_ids: tuple[int, ...] = (), detail: str = "") -> None:
+        self._updates.append(
+            SequenceUpdate(
+                seq_id=seq.spec.seq_id,
+                first_seq=seq.num_output_tokens if first_seq < 0 else first_seq,
+                token_ids=token_ids,
+                num_computed_tokens=seq.num_confirmed_tokens,
+                completed=tuple(() for _ in seq.tables) if seq.finish == ERROR else seq.take_completed(),
+                finish=seq.finish,
+                totals=seq.totals() if seq.finish else None,
+                detail=detail,
+            )
+        )
+
+    def _fail(self, seq: Sequence, detail: str) -> None:
+        if not seq.finish:
+            seq.end(ERROR)
+            seq.kept_for_peer = False
+            self._report(seq, detail=detail)
+
+    def _end_from_outside(self, seq: Sequence, finish: str) -> Totals:
+        if not seq.finish:
+            seq.end(finish)
+        seq.kept_for_peer = False
+        totals = seq.totals()
+        self._free_if_over(seq)
+        return totals
+
+    def _free_if_over(self, seq: Sequence) -> None:
+        if seq.may_be_freed:
+            for pool, table in zip(self.pool.groups, seq.tables, strict=True):
+                pool.free(table.block_ids)
+            del self._sequences[seq.spec.seq_id]
+
+    def _zero_tail(self, seq: Sequence) -> None:
+        """A partly filled block travels whole: what lies behind its last token must be nobody's."""
+        for group, table in enumerate(seq.tables):
+            if len(seq.tokens) % table.block_size and table.own:
+                block = (group, table.block_ids[-1])
+                self._to_zero.append(block)
+                self._zeroing[block] = seq.spec.seq_id
+                seq.cleaning += 1
+
+
+def _require_fit(plan: StepPlan, output: StepOutput) -> None:
+    """Raises ValueError when the output does not have one token per row of logits that samples."""
+    expected = [row.num_logits if row.sampling is not None else 0 for row in plan.sequences]
+    if [len(sampled) for sampled in output.sampled] != expected:
+        raise ValueError(f"step {plan.step}: the output does not fit the plan")

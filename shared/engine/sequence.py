@@ -1,0 +1,272 @@
+"""One sequence inside a worker: its tokens, how far its KV has come, and what it ends as.
+
+There is no prefill or decode phase: a sequence only has `num_computed_tokens` catching up with its tokens.
+
+    positions                          KV is                            written by
+    [0, num_cached)                    in shared blocks                 nobody
+    [num_cached, num_confirmed)        stored, final                    pulls of the hand-off, then ended steps
+    [num_confirmed, num_computed)      being stored                     steps in flight
+    [num_computed, len + in flight)    not yet planned
+    [.., spec.num_slots)               reserved, blocks held
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from shared.contracts.ids import BlockGeneration, BlockTag, TenantId
+from shared.contracts.messages import Totals
+from shared.contracts.sampling import SamplingParams
+from shared.contracts.tokens import pack_tokens
+from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence
+from shared.kv.block_table import BlockTable
+
+STOP, LENGTH, COMPUTED, CANCELLED, ERROR = "stop", "length", "computed", "cancelled", "error"
+"""Finish reasons. COMPUTED ends a `compute_only` sequence; CANCELLED never appears in an update."""
+_NO_TENANT = TenantId("")
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = "waiting"  # no step planned yet
+    RUNNING = "running"
+    FINISHED = "finished"  # its blocks may still be held: steps in flight, pins
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What is asked of an engine.
+
+    `token_ids` is the prompt, or prompt + committed tokens on resume; `num_prompt_tokens` is the length of the original
+    prompt, so that output counts, sequence numbers and `max_tokens` go on where the last attempt ended.
+
+    Raises:
+        ValueError: no tokens, a weight that is not positive, or nothing left to sample.
+    """
+
+    seq_id: str  # never used again while its last steps may be in flight
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    tags: tuple[tuple[BlockTag, ...], ...] = ()  # per layer group, of the leading full blocks
+    tenant: TenantId = _NO_TENANT
+    klass: str = ""
+    weight: float = 1.0  # the tenant's share of prompt tokens
+    compute_only: bool = False  # store KV of all token_ids and end; never sample
+    await_kv: bool = False  # a hand-off is to come: not runnable until released
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError("a sequence needs at least one token")
+        if self.weight <= 0:
+            raise ValueError(f"the weight of a tenant must be positive, not {self.weight}")
+        if self.compute_only:
+            if self.await_kv:
+                raise ValueError("a sequence that only computes cannot wait for KV")
+        elif not 0 <= len(self.token_ids) - self.num_prompt_tokens < self.sampling.max_tokens:
+            raise ValueError(
+                f"{len(self.token_ids)} tokens after a prompt of {self.num_prompt_tokens} "
+                f"leave nothing to sample of {self.sampling.max_tokens}"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots to reserve. The last sampled token is never computed, so it needs none."""
+        if self.compute_only:
+            return len(self.token_ids)
+        return self.num_prompt_tokens + self.sampling.max_tokens - 1
+
+    @property
+    def max_match(self) -> int:
+        """Most tokens a prefix match may cover: the last token must be computed, if it is to be sampled from."""
+        return len(self.token_ids) - (0 if self.compute_only else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedBlock:
+    """A full block whose KV is final: ready to be tagged, or handed over."""
+
+    position: int  # index in the block table: holds token positions [position * b, (position + 1) * b)
+    block_id: int
+    generation: BlockGeneration
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What a step changed for one sequence.
+
+    The end-of-sequence token is in `token_ids` and counts as a completion token; it is the last one, and has no text.
+    """
+
+    seq_id: str
+    first_seq: int  # sequence number of the first new token: output tokens over all attempts count from 0
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int  # KV of [0, num_computed_tokens) is final
+    completed: tuple[tuple[CompletedBlock, ...], ...]  # per layer group, since the last update
+    finish: str = ""  # "" | stop | length | computed | error
+    totals: Totals | None = None  # with `finish`; seconds and bytes are not the batcher's to know
+    detail: str = ""  # with finish == "error": for logs
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Mutable state; owned by the batcher, so by the planner thread."""
+
+    spec: SequenceSpec
+    tables: tuple[BlockTable, ...]  # one per layer group
+    num_cached_tokens: int
+    tokens: list[int] = field(init=False)
+    num_computed_tokens: int = field(init=False)  # advances when a step is planned
+    num_confirmed_tokens: int = field(init=False)  # advances when it has ended
+    num_received_tokens: int = 0  # KV of [0, here) is cached or was pulled
+    num_scheduled_tokens: int = 0  # every position ever given to a step
+    num_placeholders: int = 0  # tokens that steps in flight will sample
+    steps_in_flight: int = 0
+    pins: int = 0  # readers and writers outside the steps
+    cleaning: int = 0  # own blocks the cleaner has not zeroed yet
+    kept_for_peer: bool = field(init=False)  # a peer will pull its blocks
+    awaiting_kv: bool = field(init=False)
+    finish: str = ""
+    _reported: list[int] = field(init=False)  # blocks per group named in updates so far
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.spec.token_ids)
+        self.num_computed_tokens = self.num_confirmed_tokens = self.num_cached_tokens
+        self.awaiting_kv = self.spec.await_kv
+        self.kept_for_peer = self.spec.compute_only
+        self._reported = [table.num_shared for table in self.tables]
+
+    @property
+    def status(self) -> SequenceStatus:
+        if self.finish:
+            return SequenceStatus.FINISHED
+        return SequenceStatus.RUNNING if self.num_scheduled_tokens else SequenceStatus.WAITING
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed output tokens over all attempts; 0 when it only computes."""
+        return 0 if self.spec.compute_only else len(self.tokens) - self.spec.num_prompt_tokens
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens the next step could compute."""
+        if self.finish or self.awaiting_kv:
+            return 0
+        if not self.spec.compute_only:
+            planned_outputs = self.num_output_tokens + self.num_placeholders
+            if planned_outputs >= self.spec.sampling.max_tokens:
+                return 0
+        return len(self.tokens) + self.num_placeholders - self.num_computed_tokens
+
+    @property
+    def may_be_freed(self) -> bool:
+        """True when nothing reads or writes its blocks any more."""
+        return bool(self.finish) and not (self.steps_in_flight or self.pins or self.cleaning or self.kept_for_peer)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens it came with that this worker has still to compute, as far as is known."""
+        if self.finish or self.awaiting_kv:
+            return 0
+        return max(0, len(self.spec.token_ids) - self.num_computed_tokens)
+
+    def schedule(self, num_tokens: int) -> ScheduledSequence:
+        """Plan the next `num_tokens` and advance; samples if they reach the end of its tokens."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        known = tuple(self.tokens[start:end])
+        samples = num_tokens == self.num_pending_tokens and not self.spec.compute_only
+        self.num_computed_tokens = end
+        self.num_scheduled_tokens += num_tokens
+        self.num_placeholders += samples
+        self.steps_in_flight += 1
+        return ScheduledSequence(
+            seq_id=self.spec.seq_id,
+            start=start,
+            token_ids=known + (IN_FLIGHT,) * (num_tokens - len(known)),
+            block_tables=tuple(table.covering(end) for table in self.tables),
+            num_logits=int(samples),
+            sampling=self.spec.sampling if samples else None,
+            stored_from=self.num_cached_tokens,
+        )
+
+    def append(self, sampled: Seq[int]) -> tuple[int, ...]:
+        """Take tokens of a step that has ended, up to the first that finishes; returns those taken.
+
+        A sequence that only computes ends here too, when the step was its last.
+        """
+        taken: list[int] = []
+        for token_id in sampled:
+            self.num_placeholders -= 1
+            self.tokens.append(token_id)
+            taken.append(token_id)
+            if token_id in self.spec.eos_token_ids and not self.spec.sampling.ignore_eos:
+                self.end(STOP)
+            elif self.num_output_tokens >= self.spec.sampling.max_tokens:
+                self.end(LENGTH)
+            if self.finish:
+                break
+        self.end_if_computed()
+        return tuple(taken)
+
+    def end_if_computed(self) -> None:
+        """A sequence that only computes ends when the KV of all its tokens is stored."""
+        if self.spec.compute_only and self.num_confirmed_tokens == len(self.tokens):
+            self.end(COMPUTED)
+
+    def truncate(self, num_output_tokens: int) -> None:
+        """Forget output tokens behind the first `num_output_tokens`. Raises ValueError when that is negative."""
+        if num_output_tokens < 0:
+            raise ValueError("a sequence cannot be cut inside its prompt")
+        if not self.spec.compute_only:
+            del self.tokens[self.spec.num_prompt_tokens + num_output_tokens :]
+
+    def end(self, finish: str) -> None:
+        """Finish: rows of steps in flight no longer count."""
+        self.finish = finish
+        self.num_placeholders = 0
+
+    def take_completed(self) -> tuple[tuple[CompletedBlock, ...], ...]:
+        """Own blocks that have become full and final since the last call, per layer group."""
+        return tuple(self._take_completed(group, table) for group, table in enumerate(self.tables))
+
+    def _take_completed(self, group: int, table: BlockTable) -> tuple[CompletedBlock, ...]:
+        size = table.block_size
+        first, end = self._reported[group], self.num_confirmed_tokens // size
+        self._reported[group] = max(first, end)
+        return tuple(
+            CompletedBlock(
+                position=i,
+                block_id=table.block_ids[i],
+                generation=table.generations[i],
+                token_ids=tuple(self.tokens[i * size : (i + 1) * size]),
+            )
+            for i in range(first, end)
+        )
+
+    def totals(self) -> Totals:
+        """The account so far. Completion tokens count over all attempts, everything else in this one.
+
+        Wasted are planned positions that the kept output did not need: rows in flight behind an end, and tokens behind
+        a stop match.
+        """
+        outputs = self.num_output_tokens
+        needed = len(self.tokens) - (1 if outputs else 0)
+        completion = () if self.spec.compute_only else self.tokens[self.spec.num_prompt_tokens :]
+        return Totals(
+            prompt_tokens=self.spec.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            completion_tokens=outputs,
+            computed_tokens=self.num_scheduled_tokens,
+            received_tokens=max(0, self.num_received_tokens - self.num_cached_tokens),
+            wasted_tokens=min(self.num_scheduled_tokens, max(0, self.num_computed_tokens - needed)),
+            checksum=completion_checksum(completion),
+        )
+
+
+def completion_checksum(token_ids: Seq[int]) -> bytes:
+    """BLAKE2b-128 over a completion's token ids (u32 LE): what the ingress compares with what it committed."""
+    return hashlib.blake2b(pack_tokens(token_ids), digest_size=16).digest()
