@@ -1,0 +1,115 @@
+"""What surrounds a message on the bus: headers in, headers out, errors both ways. Knows no server.
+
+Both buses pass every message through here, so a pipeline test meets the same bytes, budgets and errors as production.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from opentelemetry import context as otel_context
+from opentelemetry import propagate
+from opentelemetry.context import Context
+
+from shared.bus.bus import BUDGET_HEADER, ERROR_HEADER, Delivery, RequestHandler
+from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, from_wire, to_wire
+from shared.contracts.message import decode, encode
+
+log = logging.getLogger("baton.bus")
+
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+"""The largest message NATS is configured to take: a submit with a very long prompt."""
+
+INBOX_PREFIX = "_INBOX_"
+"""Every service's reply inbox is `_INBOX_<service>.…`; the bus answers nowhere else."""
+
+Headers = dict[str, str]
+
+_EMPTY = Context()
+_error_encoder = msgspec.json.Encoder()
+_error_decoder = msgspec.json.Decoder(ErrorInfo)
+
+
+def inbox_prefix(service: str) -> str:
+    """The reply inbox of one service's user."""
+    return f"{INBOX_PREFIX}{service}"
+
+
+def may_answer(reply_subject: str) -> bool:
+    """True for a service's inbox: a request that names any other reply subject would make us publish for its sender."""
+    return reply_subject.startswith(INBOX_PREFIX)
+
+
+def outgoing(subject: str, message: msgspec.Struct, budget_s: float | None, limit: int) -> tuple[bytes, Headers | None]:
+    """Payload and headers of a message about to be sent: trace context and remaining budget included.
+
+    Raises ProtocolError when the payload is larger than `limit` bytes.
+    """
+    payload = encode(message)
+    if len(payload) > limit:
+        raise ProtocolError(f"{type(message).__name__} for {subject} takes {len(payload)} bytes; the limit is {limit}")
+    headers: Headers = {}
+    propagate.inject(headers)
+    if budget_s is not None:
+        headers[BUDGET_HEADER] = str(max(0, int(budget_s * 1000)))
+    return payload, headers or None
+
+
+def incoming(
+    subject: str, payload: bytes, headers: Mapping[str, str] | None, message_type: Any, *, now: float | None = None
+) -> Delivery:
+    """The delivery a received message stands for; its budget becomes a deadline on this process's monotonic clock.
+
+    Raises ProtocolError when payload or budget do not decode.
+    """
+    message = decode(payload, message_type)
+    if not headers:
+        return Delivery(subject, message, _EMPTY)
+    deadline = None
+    if budget := headers.get(BUDGET_HEADER):
+        if not budget.isascii() or not budget.isdigit():
+            raise ProtocolError(f"budget header on {subject} is not a number of milliseconds")
+        deadline = (time.monotonic() if now is None else now) + int(budget) / 1000
+    return Delivery(subject, message, propagate.extract(headers, context=_EMPTY), deadline)
+
+
+async def answer(handler: RequestHandler, delivery: Delivery, limit: int) -> tuple[bytes, Headers | None]:
+    """Run a request handler under the asker's trace context; payload and headers of its answer.
+
+    A BatonError goes into the error header. Anything else is logged here with its traceback and answered as Internal
+    without details: they may hold prompt text.
+    """
+    token = otel_context.attach(delivery.context)
+    try:
+        reply = await handler(delivery)
+        return outgoing(delivery.subject, reply, None, limit)
+    except BatonError as error:
+        return b"", error_headers(error)
+    except Exception:
+        log.exception("handler of %s failed", delivery.subject)
+        return b"", error_headers(Internal(f"{delivery.subject} failed"))
+    finally:
+        otel_context.detach(token)
+
+
+def error_headers(error: BatonError) -> Headers:
+    """The headers of an answer that is an error."""
+    return {ERROR_HEADER: _error_encoder.encode(to_wire(error)).decode()}
+
+
+def read_reply(subject: str, payload: bytes, headers: Mapping[str, str] | None, reply_type: Any) -> Any:
+    """The reply to a request. Raises the error in its header, or ProtocolError when it does not decode."""
+    if headers and (wire := headers.get(ERROR_HEADER)):
+        try:
+            info = _error_decoder.decode(wire)
+        except msgspec.MsgspecError as exc:
+            raise ProtocolError(f"error header of {subject} does not decode: {exc}") from exc
+        raise from_wire(info)
+    try:
+        return decode(payload, reply_type)
+    except ProtocolError as exc:
+        raise ProtocolError(f"reply of {subject}: {exc.message}") from exc

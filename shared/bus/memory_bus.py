@@ -1,0 +1,403 @@
+"""The bus inside one process, for pipeline tests: several `MemoryBus` handles on one `MemoryBroker`.
+
+Messages are really encoded, carried with headers and decoded, so a test meets the same errors as on NATS. `faults`
+drops, delays and duplicates what core NATS may drop, delay and duplicate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from opentelemetry import context as otel_context
+
+from shared.bus import envelope
+from shared.bus.bus import Delivery, DurableHandler, MessageHandler, RequestHandler, Subscription
+from shared.bus.streams import spec_of
+from shared.bus.subscriptions import BusStats, RequestTasks
+from shared.contracts.errors import BatonError, Overloaded, ProtocolError, Unavailable
+
+log = logging.getLogger("baton.bus")
+
+DRAIN_TIMEOUT_S = 10.0
+MAX_REDELIVERY_PAUSE_S = 1.0
+
+Faults = Callable[[str], Iterable[float]]
+"""Delays in seconds of the copies of one published message on a subject; empty drops it. None of it touches streams."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message on its way."""
+
+    subject: str
+    payload: bytes
+    headers: envelope.Headers | None
+    reply: asyncio.Future[Parcel] | None = None
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Messages of one stream in order, ids seen, and per durable consumer the place of its next message."""
+
+    subject: str
+    parcels: list[Parcel] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    places: dict[str, int] = field(default_factory=dict)
+    again: dict[str, deque[int]] = field(default_factory=dict)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class _Lease:
+    owner: str
+    term: int
+    expires: float
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """NATS subject matching: `*` stands for one token, `>` for one or more at the end."""
+    wanted, given = pattern.split("."), subject.split(".")
+    for index, token in enumerate(wanted):
+        if token == ">":
+            return len(given) > index
+        if index >= len(given) or token not in ("*", given[index]):
+            return False
+    return len(wanted) == len(given)
+
+
+class MemoryBroker:
+    """What the NATS server is to the real bus.
+
+    Args:
+        faults: decides what happens to each published message and request; None delivers at once.
+        clock: monotonic seconds, for leases.
+        max_payload: bytes.
+    """
+
+    def __init__(
+        self,
+        faults: Faults | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        max_payload: int = envelope.MAX_PAYLOAD_BYTES,
+    ) -> None:
+        self.faults = faults
+        self.clock = clock
+        self.max_payload = max_payload
+        self.up = True
+        self.streams: dict[str, _Stream] = {}
+        self._listeners: list[_Listener] = []
+        self._turns: dict[tuple[str, str], int] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._last_term = 0
+
+    def route(self, parcel: Parcel) -> bool:
+        """Hand `parcel` to every matching listener, one per queue group. False when nobody listens."""
+        targets = self._targets(parcel.subject)
+        for delay in (0.0,) if self.faults is None else self.faults(parcel.subject):
+            for listener in targets:
+                if delay > 0:
+                    asyncio.get_running_loop().call_later(delay, listener.put, parcel)
+                else:
+                    listener.put(parcel)
+        return bool(targets)
+
+    def listen(self, listener: _Listener) -> None:
+        self._listeners.append(listener)
+
+    def forget(self, listener: _Listener) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    def acquire(self, name: str, owner: str, ttl_s: float) -> int | None:
+        held = self._leases.get(name)
+        now = self.clock()
+        if held is not None and held.expires > now:
+            if held.owner != owner:
+                return None
+            held.expires = now + ttl_s
+            return held.term
+        self._last_term += 1
+        self._leases[name] = _Lease(owner, self._last_term, now + ttl_s)
+        return self._last_term
+
+    def release(self, name: str, owner: str) -> None:
+        held = self._leases.get(name)
+        if held is not None and held.owner == owner:
+            del self._leases[name]
+
+    def stream_of(self, subject: str) -> _Stream | None:
+        return next((stream for stream in self.streams.values() if matches(stream.subject, subject)), None)
+
+    def _targets(self, subject: str) -> list[_Listener]:
+        plain: list[_Listener] = []
+        groups: dict[tuple[str, str], list[_Listener]] = {}
+        for listener in self._listeners:
+            if matches(listener.subject, subject):
+                if listener.queue:
+                    groups.setdefault((listener.subject, listener.queue), []).append(listener)
+                else:
+                    plain.append(listener)
+        for key, members in groups.items():
+            turn = self._turns[key] = self._turns.get(key, -1) + 1
+            plain.append(members[turn % len(members)])
+        return plain
+
+
+class _Listener:
+    """One subscription: parcels in order through a task, as nats-py does it."""
+
+    def __init__(self, broker: MemoryBroker, subject: str, queue: str, take: Callable[[Parcel], None]) -> None:
+        self.subject = subject
+        self.queue = queue
+        self._broker = broker
+        self._take = take
+        self._parcels: asyncio.Queue[Parcel] = asyncio.Queue()
+        self._stopped = False
+        self.tasks = RequestTasks()
+        self._loop = asyncio.create_task(self._run())
+        broker.listen(self)
+
+    def put(self, parcel: Parcel) -> None:
+        if not self._stopped:
+            self._parcels.put_nowait(parcel)
+
+    async def stop(self) -> None:
+        """Take no more messages; those already here are handled."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._broker.forget(self)
+        await self._parcels.join()
+        self._loop.cancel()
+        await self.tasks.drain(DRAIN_TIMEOUT_S)
+
+    async def _run(self) -> None:
+        while True:
+            parcel = await self._parcels.get()
+            try:
+                self._take(parcel)
+            finally:
+                self._parcels.task_done()
+
+
+class MemoryBus:
+    """One service's handle on a `MemoryBroker`; the same protocol as `NatsBus`."""
+
+    def __init__(self, broker: MemoryBroker, service: str = "test") -> None:
+        self._broker = broker
+        self._service = service
+        self._subscriptions: list[Subscription] = []
+        self._closed = False
+        self.stats = BusStats()
+
+    @property
+    def connected(self) -> bool:
+        return self._broker.up and not self._closed
+
+    async def publish(self, subject: str, message: msgspec.Struct, *, budget_s: float | None = None) -> None:
+        """As `Bus.publish`."""
+        parcel = Parcel(subject, *envelope.outgoing(subject, message, budget_s, self._broker.max_payload))
+        self._require_connection(subject)
+        self._broker.route(parcel)
+
+    async def publish_durable(self, subject: str, message: msgspec.Struct, *, message_id: str) -> None:
+        """As `Bus.publish_durable`."""
+        parcel = Parcel(subject, *envelope.outgoing(subject, message, None, self._broker.max_payload))
+        self._require_connection(subject)
+        stream = self._broker.stream_of(subject)
+        if stream is None:
+            raise Unavailable(f"{subject}: nobody listens", param=subject, retry_after_s=1.0)
+        if message_id not in stream.ids:
+            stream.ids.add(message_id)
+            stream.parcels.append(parcel)
+            stream.grown.set()
+
+    async def request(self, subject: str, message: msgspec.Struct, reply_type: Any, *, timeout_s: float) -> Any:
+        """As `Bus.request`."""
+        payload, headers = envelope.outgoing(subject, message, timeout_s, self._broker.max_payload)
+        self._require_connection(subject)
+        reply: asyncio.Future[Parcel] = asyncio.get_running_loop().create_future()
+        if not self._broker.route(Parcel(subject, payload, headers, reply)):
+            raise Unavailable(f"{subject}: nobody listens", param=subject, retry_after_s=1.0)
+        try:
+            answer = await asyncio.wait_for(reply, timeout_s)
+        except TimeoutError as exc:
+            raise Unavailable(f"{subject} did not answer within {timeout_s:g} s", param=subject) from exc
+        return envelope.read_reply(subject, answer.payload, answer.headers, reply_type)
+
+    async def serve(self, subject: str, message_type: Any, handler: RequestHandler, *, queue: str = "") -> Subscription:
+        """As `Bus.serve`."""
+
+        def take(parcel: Parcel) -> None:
+            if parcel.reply is None:
+                self.stats.undecodable += 1
+                return
+            delivery = self._open(parcel, message_type)
+            if delivery is None:
+                return
+            if delivery.remaining_s() <= 0:
+                self.stats.expired += 1
+            elif listener.tasks.full:
+                self.stats.refused += 1
+                busy = Overloaded(f"{parcel.subject}: too many requests at once", retry_after_s=1.0)
+                _reply(parcel, b"", envelope.error_headers(busy))
+            else:
+                listener.tasks.start(self._answer(parcel, handler, delivery))
+
+        self._require_connection(subject)
+        listener = _Listener(self._broker, subject, queue, take)
+        return self._remember(listener)
+
+    async def subscribe(self, subject: str, message_type: Any, handler: MessageHandler) -> Subscription:
+        """As `Bus.subscribe`."""
+
+        def take(parcel: Parcel) -> None:
+            delivery = self._open(parcel, message_type)
+            if delivery is None:
+                return
+            try:
+                handler(delivery)
+            except Exception:
+                self.stats.handler_failures += 1
+                log.exception("handler of %s failed", parcel.subject)
+
+        self._require_connection(subject)
+        return self._remember(_Listener(self._broker, subject, "", take))
+
+    async def consume(
+        self, stream: str, subject: str, message_type: Any, handler: DurableHandler, *, durable: str
+    ) -> Subscription:
+        """As `Bus.consume`."""
+        self._require_connection(subject)
+        spec = spec_of(stream, subject)
+        kept = self._broker.streams.setdefault(stream, _Stream(spec.subject))
+        kept.places.setdefault(durable, 0)
+        kept.again.setdefault(durable, deque())
+        return self._remember(_Durable(self, kept, subject, durable, message_type, handler))
+
+    async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> int | None:
+        """As `Bus.acquire_lease`, without rounding the time to live."""
+        self._require_connection(f"lease {name}")
+        return self._broker.acquire(name, owner, ttl_s)
+
+    async def release_lease(self, name: str, owner: str) -> None:
+        """As `Bus.release_lease`."""
+        self._require_connection(f"lease {name}")
+        self._broker.release(name, owner)
+
+    async def close(self) -> None:
+        """Stop every subscription of this handle; handlers in progress finish."""
+        for subscription in reversed(self._subscriptions):
+            await subscription.stop()
+        self._subscriptions.clear()
+        self._closed = True
+
+    def _require_connection(self, hop: str) -> None:
+        if not self.connected:
+            raise Unavailable(f"{hop}: not connected to NATS", param=hop, retry_after_s=1.0)
+
+    def _remember(self, subscription: Subscription) -> Subscription:
+        self._subscriptions.append(subscription)
+        return subscription
+
+    def _open(self, parcel: Parcel, message_type: Any) -> Delivery | None:
+        try:
+            return envelope.incoming(parcel.subject, parcel.payload, parcel.headers, message_type)
+        except BatonError as exc:
+            self.stats.undecodable += 1
+            log.warning("dropped a message on %s: %s", parcel.subject, exc)
+            return None
+
+    async def _answer(self, parcel: Parcel, handler: RequestHandler, delivery: Delivery) -> None:
+        _reply(parcel, *await envelope.answer(handler, delivery, self._broker.max_payload))
+
+
+def _reply(parcel: Parcel, payload: bytes, headers: envelope.Headers | None) -> None:
+    if parcel.reply is not None and not parcel.reply.done():
+        parcel.reply.set_result(Parcel(parcel.subject, payload, headers))
+
+
+class _Durable:
+    """One replica of a durable consumer; replicas share the place in the stream."""
+
+    def __init__(
+        self,
+        bus: MemoryBus,
+        stream: _Stream,
+        subject: str,
+        durable: str,
+        message_type: Any,
+        handler: DurableHandler,
+    ) -> None:
+        self._bus = bus
+        self._stream = stream
+        self._subject = subject
+        self._durable = durable
+        self._message_type = message_type
+        self._handler = handler
+        self._stopping = asyncio.Event()
+        self._loop = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """The message in hand is finished first; an unfinished one is kept for the next replica."""
+        self._stopping.set()
+        self._stream.grown.set()
+        await self._loop
+
+    async def _run(self) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            index = self._next()
+            if index is None:
+                self._stream.grown.clear()
+                await self._stream.grown.wait()
+                continue
+            if await self._handled(self._stream.parcels[index]):
+                failures = 0
+                continue
+            failures += 1
+            self._stream.again[self._durable].append(index)
+            pause = min(MAX_REDELIVERY_PAUSE_S, 0.01 * 2 ** min(failures, 10))
+            try:
+                await asyncio.wait_for(self._stopping.wait(), pause)
+            except TimeoutError:
+                continue
+
+    def _next(self) -> int | None:
+        again = self._stream.again[self._durable]
+        if again:
+            return again.popleft()
+        places = self._stream.places
+        index = places[self._durable]
+        if index == len(self._stream.parcels):
+            return None
+        places[self._durable] = index + 1
+        return index
+
+    async def _handled(self, parcel: Parcel) -> bool:
+        """True when the message is done with, undecodable and foreign ones included."""
+        if not matches(self._subject, parcel.subject):
+            return True
+        try:
+            delivery = envelope.incoming(parcel.subject, parcel.payload, parcel.headers, self._message_type)
+        except ProtocolError as exc:
+            self._bus.stats.undecodable += 1
+            log.warning("dropped a message on %s: %s", parcel.subject, exc)
+            return True
+        token = otel_context.attach(delivery.context)
+        try:
+            await self._handler(delivery)
+        except Exception:
+            self._bus.stats.handler_failures += 1
+            log.exception("handler of %s failed", parcel.subject)
+            return False
+        finally:
+            otel_context.detach(token)
+        return True

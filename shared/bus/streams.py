@@ -1,0 +1,53 @@
+"""The JetStream streams of the subjects table, and how long each keeps what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts import subjects
+
+LEASE_BUCKET = "baton-leases"
+"""NATS KV bucket of the leader leases; its stream is `KV_baton-leases`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """One stream. With `work_queue` a message goes when its one consumer has acknowledged it.
+
+    `max_bytes` and `max_age_s` bound what piles up while nobody consumes; the oldest goes first. The server sets
+    `max_bytes` aside when it makes the stream, so the sum must fit its `max_file`.
+    """
+
+    name: str
+    subject: str
+    work_queue: bool
+    max_age_s: float = 7 * 86400.0
+    max_bytes: int = 64 * 1024 * 1024
+    duplicate_window_s: float = 120.0
+
+
+def stream_name(hop: str) -> str:
+    """The stream of a hop of kind `stream`: its name with hyphens, such as `policy-settle`."""
+    return hop.replace(".", "-")
+
+
+SETTLE_STREAM = stream_name("policy.settle")
+PURGE_ORDER_STREAM = stream_name("purge.order")
+PURGE_ACK_STREAM = stream_name("purge.ack")
+AUDIT_STREAM = stream_name("audit")
+
+# A purge order has one durable consumer for every owner of copies, so an acknowledgement must not remove it.
+_FAN_OUT = {PURGE_ORDER_STREAM}
+
+STREAMS: dict[str, StreamSpec] = {
+    stream_name(hop.name): StreamSpec(
+        stream_name(hop.name), hop.pattern, work_queue=stream_name(hop.name) not in _FAN_OUT
+    )
+    for hop in subjects.HOPS
+    if hop.kind == "stream"
+}
+
+
+def spec_of(stream: str, subject: str) -> StreamSpec:
+    """The spec of a stream; one outside the table keeps its messages for every consumer."""
+    return STREAMS.get(stream) or StreamSpec(stream, subject, work_queue=False)

@@ -1,0 +1,334 @@
+"""What both buses promise: one suite, run on the memory bus and on a real nats-server. Here also subject matching."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import pytest
+from opentelemetry import baggage, context
+
+from shared.bus.bus import Bus, Delivery
+from shared.bus.memory_bus import MemoryBroker, MemoryBus, matches
+from shared.bus.nats_bus import connect_bus
+from shared.contracts.errors import Internal, Overloaded, ProtocolError, QuotaExceeded, Unavailable
+from shared.contracts.message import Message
+from tests.servers import NatsServer
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    text: str = ""
+
+
+class Reply(Message, frozen=True, kw_only=True):
+    text: str = ""
+
+
+Connect = Callable[[str], Awaitable[Bus]]
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
+    """Opens buses of one kind on one broker."""
+    async with AsyncExitStack() as stack:
+        if request.param == "memory":
+            broker = MemoryBroker()
+
+            async def open_bus(service: str) -> Bus:
+                bus = MemoryBus(broker, service)
+                stack.push_async_callback(bus.close)
+                return bus
+        else:
+            server: NatsServer = request.getfixturevalue("nats_server")
+
+            async def open_bus(service: str) -> Bus:
+                return await stack.enter_async_context(connect_bus(server.url, service))
+
+        yield open_bus
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    """A subject no other test uses."""
+    return "t" + "".join(c for c in request.node.name if c.isalnum())
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def echo(delivery: Delivery) -> msgspec.Struct:
+    return Reply(text=delivery.message.text.upper())
+
+
+async def test_request_and_reply(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+    await server.serve(topic, Ask, echo)
+    assert await client.request(topic, Ask(text="hi"), Reply, timeout_s=2) == Reply(text="HI")
+
+
+async def test_nobody_listens_is_told_at_once_and_names_the_hop(connect: Connect, topic: str) -> None:
+    client = await connect("gateway")
+    started = time.monotonic()
+    with pytest.raises(Unavailable, match=topic):
+        await client.request(topic, Ask(), Reply, timeout_s=5)
+    assert time.monotonic() - started < 2
+
+
+async def test_a_late_answer_names_the_hop(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+
+    async def slow(delivery: Delivery) -> msgspec.Struct:
+        await asyncio.sleep(0.3)
+        return Reply()
+
+    await server.serve(topic, Ask, slow)
+    with pytest.raises(Unavailable, match=f"{topic} did not answer within 0.05 s"):
+        await client.request(topic, Ask(), Reply, timeout_s=0.05)
+
+
+async def test_errors_keep_their_class_and_fields(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+
+    async def refuse(delivery: Delivery) -> msgspec.Struct:
+        raise QuotaExceeded("tokens spent\nfor now: é", param="tokens", retry_after_s=7.5)
+
+    await server.serve(topic, Ask, refuse)
+    with pytest.raises(QuotaExceeded) as caught:
+        await client.request(topic, Ask(), Reply, timeout_s=2)
+    assert (caught.value.message, caught.value.param) == ("tokens spent\nfor now: é", "tokens")
+    assert caught.value.retry_after_s == 7.5
+
+
+async def test_an_unexpected_exception_is_internal_without_details(
+    connect: Connect, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+
+    async def broken(delivery: Delivery) -> msgspec.Struct:
+        raise RuntimeError("the secret prompt")
+
+    await server.serve(topic, Ask, broken)
+    with pytest.raises(Internal) as caught:
+        await client.request(topic, Ask(), Reply, timeout_s=2)
+    assert "secret" not in caught.value.message
+    assert "Traceback" in caplog.text
+
+
+async def test_a_reply_of_another_type_is_a_protocol_error(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+    await server.serve(topic, Ask, echo)
+    with pytest.raises(ProtocolError):
+        await client.request(topic, Ask(), Ask, timeout_s=2)
+
+
+async def test_what_does_not_decode_is_counted_and_dropped(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+    seen: list[Delivery] = []
+    await server.subscribe(topic, Ask, seen.append)
+    await client.publish(topic, Reply(text="wrong"))
+    await client.publish(topic, Ask(text="right"))
+    await until(lambda: seen)
+    assert [d.message.text for d in seen] == ["right"]
+    assert server.stats.undecodable == 1  # type: ignore[attr-defined]
+
+
+async def test_published_messages_keep_their_order_and_survive_a_failing_handler(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+    seen: list[str] = []
+
+    def take(delivery: Delivery) -> None:
+        if delivery.message.text == "7":
+            raise RuntimeError("seven")
+        seen.append(delivery.message.text)
+
+    await server.subscribe(f"{topic}.*", Ask, take)
+    for number in range(100):
+        await client.publish(f"{topic}.a", Ask(text=str(number)))
+    await until(lambda: len(seen) == 99)
+    assert seen == [str(n) for n in range(100) if n != 7]
+
+
+async def test_budget_becomes_a_deadline_and_context_travels(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+    remaining: list[float] = []
+    names: list[object] = []
+
+    async def look(delivery: Delivery) -> msgspec.Struct:
+        remaining.append(delivery.remaining_s())
+        names.append(baggage.get_baggage("who"))
+        return Reply()
+
+    await server.serve(topic, Ask, look)
+    token = context.attach(baggage.set_baggage("who", "me"))
+    try:
+        await client.request(topic, Ask(), Reply, timeout_s=3)
+    finally:
+        context.detach(token)
+    assert 2.0 < remaining[0] <= 3.0
+    # The handler's own spans and publishes run under the asker's context.
+    assert names == ["me"]
+
+
+async def test_spent_budget_is_dropped_on_arrival(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+    await server.serve(topic, Ask, echo)
+    with pytest.raises(Unavailable):
+        await client.request(topic, Ask(), Reply, timeout_s=0.0005)
+    await until(lambda: server.stats.expired == 1)  # type: ignore[attr-defined]
+
+
+async def test_a_queue_group_shares_the_work(connect: Connect, topic: str) -> None:
+    one, two, client = await connect("policy"), await connect("policy"), await connect("gateway")
+    served = {"one": 0, "two": 0}
+
+    def counting(name: str) -> Callable[[Delivery], Awaitable[msgspec.Struct]]:
+        async def handler(delivery: Delivery) -> msgspec.Struct:
+            served[name] += 1
+            return Reply()
+
+        return handler
+
+    await one.serve(topic, Ask, counting("one"), queue="q")
+    await two.serve(topic, Ask, counting("two"), queue="q")
+    for _ in range(40):
+        await client.request(topic, Ask(), Reply, timeout_s=2)
+    assert sum(served.values()) == 40
+    assert min(served.values()) > 0
+
+
+async def test_requests_run_side_by_side_and_too_many_are_refused(
+    connect: Connect, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.bus.subscriptions.RequestTasks.__init__.__defaults__", (2,))
+    server, client = await connect("policy"), await connect("gateway")
+    gate = asyncio.Event()
+
+    async def wait(delivery: Delivery) -> msgspec.Struct:
+        await gate.wait()
+        return Reply()
+
+    await server.serve(topic, Ask, wait)
+    asks = [asyncio.create_task(client.request(topic, Ask(), Reply, timeout_s=5)) for _ in range(3)]
+    with pytest.raises(Overloaded):
+        await asks[2]
+    gate.set()
+    assert await asyncio.gather(*asks[:2]) == [Reply(), Reply()]
+
+
+async def test_stop_finishes_requests_in_progress(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+    entered = asyncio.Event()
+
+    async def slow(delivery: Delivery) -> msgspec.Struct:
+        entered.set()
+        await asyncio.sleep(0.1)
+        return Reply(text="done")
+
+    served = await server.serve(topic, Ask, slow)
+    ask = asyncio.create_task(client.request(topic, Ask(), Reply, timeout_s=2))
+    await entered.wait()
+    await served.stop()
+    assert (await ask).text == "done"
+    with pytest.raises(Unavailable):
+        await client.request(topic, Ask(), Reply, timeout_s=1)
+
+
+async def test_over_the_payload_limit(connect: Connect, topic: str) -> None:
+    client = await connect("gateway")
+    with pytest.raises(ProtocolError, match="limit"):
+        await client.publish(topic, Ask(text="x" * (9 * 1024 * 1024)))
+    server = await connect("policy")
+    seen: list[Delivery] = []
+    await server.subscribe(topic, Ask, seen.append)
+    await client.publish(topic, Ask(text="x" * (7 * 1024 * 1024)))
+    await until(lambda: seen)
+
+
+async def test_a_closed_bus_is_unavailable(connect: Connect, topic: str) -> None:
+    bus = await connect("gateway")
+    await bus.close()
+    assert not bus.connected
+    with pytest.raises(Unavailable):
+        await bus.publish(topic, Ask())
+
+
+async def test_durable_messages_wait_come_once_and_again_after_a_failure(connect: Connect, topic: str) -> None:
+    client, server = await connect("gateway"), await connect("policy")
+    with pytest.raises(Unavailable):
+        await client.publish_durable(topic, Ask(), message_id="early")
+    seen: list[str] = []
+    fail = {"b"}
+
+    async def take(delivery: Delivery) -> None:
+        seen.append(delivery.message.text)
+        if delivery.message.text in fail:
+            fail.clear()
+            raise RuntimeError("once")
+
+    stream = f"s-{topic}"
+    first = await server.consume(stream, topic, Ask, take, durable="policy")
+    for text in ("a", "b", "a"):
+        await client.publish_durable(topic, Ask(text=text), message_id=text)
+    await until(lambda: seen.count("b") == 2)
+    assert seen.count("a") == 1
+    # While nobody consumes, messages wait; a later replica goes on where the first stopped.
+    await first.stop()
+    await client.publish_durable(topic, Ask(text="c"), message_id="c")
+    await server.consume(stream, topic, Ask, take, durable="policy")
+    await until(lambda: "c" in seen)
+    assert sorted(seen) == ["a", "b", "b", "c"]
+
+
+async def test_a_lease_has_one_owner_and_a_growing_term(connect: Connect, topic: str) -> None:
+    one, two = await connect("scheduler"), await connect("scheduler")
+    term = await one.acquire_lease(topic, "one", 1.0)
+    assert term
+    assert await two.acquire_lease(topic, "two", 1.0) is None
+    assert await one.acquire_lease(topic, "one", 1.0) == term
+    await two.release_lease(topic, "two")
+    assert await two.acquire_lease(topic, "two", 1.0) is None
+    await one.release_lease(topic, "one")
+    second = await two.acquire_lease(topic, "two", 1.0)
+    assert second is not None
+    assert second > term
+    # Nobody renews: it expires by the broker's clock.
+    await asyncio.sleep(2.2)
+    third = await one.acquire_lease(topic, "one", 1.0)
+    assert third is not None
+    assert third > second
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a.*", "a.b", True),
+        ("a.*", "a.b.c", False),
+        ("a.>", "a.b.c", True),
+        ("a.>", "a", False),
+        ("a.*.c", "a.b.c", True),
+        ("a.b.c", "a.b", False),
+    ],
+)
+def test_subject_matching(pattern: str, subject: str, expected: bool) -> None:
+    assert matches(pattern, subject) is expected
+
+
+async def test_faults_drop_duplicate_and_delay() -> None:
+    plan = iter([(), (0.0, 0.0), (0.02,), (0.0,)])
+    broker = MemoryBroker(faults=lambda subject: next(plan))
+    bus = MemoryBus(broker)
+    seen: list[str] = []
+    await bus.subscribe("x", Ask, lambda delivery: seen.append(delivery.message.text))
+    for text in "abcd":
+        await bus.publish("x", Ask(text=text))
+    await until(lambda: len(seen) == 4)
+    assert seen == ["b", "b", "d", "c"]
+    await bus.close()
