@@ -1,0 +1,90 @@
+"""Runs planned steps: batch, forward pass, sampling. Knows nothing about queues, block owners or requests' ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shared.contracts.errors import Internal, SettingsError
+from shared.engine.forward_batch import ForwardBatch, build_forward_batch
+from shared.engine.sampler import sample_sequences
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.kv.pool import Pool
+from shared.model.decoder import DTYPES, Decoder
+
+RecordLogits = Callable[[str, int, Tensor], None]
+"""Called as (seq_id, absolute position of the row, [vocab_size] logits): for proofs."""
+
+
+class ModelRunner:
+    """One model over one pool. Used by one thread; steps run in the order they are given.
+
+    Raises:
+        SettingsError: the pool is not of the model's dtype, or its groups do not hold the model's layers.
+    """
+
+    def __init__(self, model: Decoder, pool: Pool, record_logits: RecordLogits | None = None) -> None:
+        self._model = model
+        self._groups = pool.layout.groups
+        self._pools = pool.views()
+        self._record_logits = record_logits
+        # what the last step sampled: all that a step planned meanwhile can refer to. () after a bad row
+        self._last: dict[str, tuple[int, ...]] = {}
+        for group in self._groups:
+            if DTYPES.get(group.dtype) != model.dtype:
+                raise SettingsError(f"KV dtype {group.dtype} differs from the model's {model.dtype}", param="kv_dtype")
+        layers = sorted(layer for group in self._groups for layer in group.layers)
+        if layers != list(range(model.config.num_layers)):
+            raise SettingsError("the pool's layer groups do not hold the model's layers", param="kv_dir")
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute one step.
+
+        Raises:
+            Internal: the plan breaks its contract.
+        """
+        start = time.perf_counter()
+        try:
+            batch = build_forward_batch(plan, self._groups)
+        except ValueError as exc:
+            raise Internal(str(exc)) from exc
+        lost = self._resolve(batch, plan)
+        logits = self._model.forward(batch, self._groups, self._pools)
+        bad = _not_finite(logits, batch.logit_ranges) | lost
+        if self._record_logits is not None:
+            self._record(plan, batch, logits)
+        sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad)
+        self._last = {
+            sequence.seq_id: tokens for sequence, tokens in zip(plan.sequences, sampled, strict=True) if tokens
+        } | {plan.sequences[i].seq_id: () for i in bad}
+        return StepOutput(plan.step, sampled, bad, time.perf_counter() - start)
+
+    def _resolve(self, batch: ForwardBatch, plan: StepPlan) -> frozenset[int]:
+        """Fill in tokens in flight. Returns the sequences whose token never came, because their row was bad."""
+        lost: set[str] = set()
+        for token in batch.in_flight:
+            tokens = self._last.get(token.seq_id)
+            if tokens is None or (tokens and len(tokens) < token.back):
+                raise Internal(f"step {plan.step}: {token.seq_id} waits for a token that no step samples")
+            if tokens:
+                batch.token_ids[token.row] = tokens[-token.back]
+            else:
+                lost.add(token.seq_id)
+        return frozenset(i for i, sequence in enumerate(plan.sequences) if sequence.seq_id in lost)
+
+    def _record(self, plan: StepPlan, batch: ForwardBatch, logits: Tensor) -> None:
+        assert self._record_logits is not None
+        for sequence, span in zip(plan.sequences, batch.logit_ranges, strict=True):
+            end = sequence.start + len(sequence.token_ids)
+            for i, row in enumerate(span):
+                self._record_logits(sequence.seq_id, end - len(span) + i, logits[row])
+
+
+def _not_finite(logits: Tensor, ranges: tuple[range, ...]) -> frozenset[int]:
+    """Sequences with a row that holds an infinity or a NaN: either makes the row's sum one."""
+    finite = torch.isfinite(logits.sum(dim=1, dtype=torch.float64)).tolist()
+    return frozenset(i for i, span in enumerate(ranges) if not all(finite[row] for row in span))

@@ -1,0 +1,36 @@
+"""The `numerics` id: two workers with the same id compute the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from kernels.attention import KEY_TILE, QUERY_TILE, SPLIT
+from kernels.dispatch import KernelChoice
+from kernels.linear import ROW_TILE
+
+FORMAT = 1
+"""Raised when a kernel's accumulation order changes."""
+_FEATURES = ("_is_avx2_supported", "_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
+
+
+def numerics_id(dtype: str, kernels: KernelChoice) -> str:
+    """Id of everything that decides the bits of a logit: kernel build, instruction set, dtype, tile constants, torch.
+
+    The thread count is left out: rows do not depend on it, and the tests hold that.
+    """
+    tiles = f"r{ROW_TILE}q{QUERY_TILE}k{KEY_TILE}s{SPLIT}"
+    return f"{FORMAT}-{kernels.build}-{_instruction_set()}-{dtype}-{tiles}-torch{torch.__version__}"
+
+
+def _instruction_set() -> str:
+    """torch's own dispatch level, and a digest of the processor features its libraries dispatch on by themselves."""
+    features = [name for name in _FEATURES if _has(name)]
+    digest = hashlib.blake2b("|".join(features).encode(), digest_size=3).hexdigest()
+    return f"{torch.backends.cpu.get_cpu_capability().lower().replace(' ', '')}.{digest}"
+
+
+def _has(name: str) -> bool:
+    probe = getattr(torch.cpu, name, None)
+    return bool(probe()) if probe is not None else False

@@ -1,0 +1,163 @@
+"""The Llama decoder over a flat, ragged batch (Touvron et al. 2023, arXiv 2302.13971).
+
+Keys and values are stored in the pool first and attention reads only the pool. Knows no requests and no sampling.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import silu_mul
+from kernels.attention import AttentionPlan, attention, plan_attention
+from kernels.dispatch import KernelChoice, UnknownKernels, choose
+from kernels.linear import padded_rows
+from kernels.norm import add_rms_norm, rms_norm
+from kernels.rotary import rotary, rotary_table
+from kernels.store_kv import StorePlan, plan_store, store_kv
+from shared.contracts.errors import SettingsError
+from shared.engine.forward_batch import ForwardBatch
+from shared.kv.layout import LayerGroup
+from shared.model.config import ModelConfig, load_config
+from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
+from shared.model.weights import Weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class DecoderLayer:
+    """One layer's weights and arithmetic."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, method: QuantMethod, tp: TensorParallel) -> None:
+        prefix = f"model.layers.{index}"
+
+        def fused(*names: str) -> Linear:
+            return Linear(method, [weights[f"{prefix}.{name}.weight"] for name in names], tp)
+
+        self.num_q_heads = tp.local(config.num_q_heads)
+        self.num_kv_heads = tp.local(config.num_kv_heads)
+        self.head_dim = config.head_dim
+        self.scale = config.scale
+        self.eps = config.rms_norm_eps
+        self.qkv = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.o = fused("self_attn.o_proj")
+        self.gate_up = fused("mlp.gate_proj", "mlp.up_proj")
+        self.down = fused("mlp.down_proj")
+
+    def attend(self, x: Tensor, table: Tensor, pool: Tensor, stores: StorePlan, plan: AttentionPlan) -> Tensor:
+        """Self-attention of normalized rows: [num_tokens, hidden] → the same.
+
+        Args:
+            table: [num_tokens, 2, head_dim], the rotary rows of the tokens' positions.
+            pool: [num_blocks, 2, num_kv_heads, block_size, head_dim], this layer's view.
+        """
+        num_tokens = x.shape[0]
+        num_qk = self.num_q_heads + self.num_kv_heads
+        qkv = self.qkv(x).view(num_tokens, num_qk + self.num_kv_heads, self.head_dim)
+        rotary(qkv[:, :num_qk], table)
+        kv = qkv[:, self.num_q_heads :].view(num_tokens, 2, self.num_kv_heads, self.head_dim)
+        store_kv(kv, pool, stores)
+        heads = attention(qkv[:, : self.num_q_heads], pool, plan, self.scale)
+        return self.o(heads.view(num_tokens, -1))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The gated feed-forward block of normalized rows: [num_tokens, hidden] → the same."""
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+class Decoder:
+    """A loaded model."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, kernels: KernelChoice, tp: TensorParallel
+    ) -> None:
+        method = Unquantized(dtype, kernels.linear)
+        self.config = config
+        self.dtype = dtype
+        self.kernels = kernels
+        self._tp = tp
+        self._embedding = weights["model.embed_tokens.weight"].to(dtype)
+        self._layers = [DecoderLayer(config, weights, i, method, tp) for i in range(config.num_layers)]
+        norms = ("input_layernorm", "post_attention_layernorm")
+        self._norms = [
+            [weights[f"model.layers.{i}.{name}.weight"].to(dtype) for name in norms] for i in range(config.num_layers)
+        ]
+        self._final_norm = weights["model.norm.weight"].to(dtype)
+        head = self._embedding if config.tied_embeddings else weights["lm_head.weight"]
+        self._head = Linear(method, [head], tp)
+        self._rotary = rotary_table(config.head_dim, config.rope_theta, config.max_positions, dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, groups: tuple[LayerGroup, ...], pools: tuple[Tensor, ...]) -> Tensor:
+        """Compute a step: KV of every token into the pools, and the wanted logits.
+
+        Args:
+            batch: token ids without placeholders.
+            groups: the layer groups, in the order of `batch.groups`.
+            pools: per group [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+
+        Returns:
+            [num_logit_rows, vocab_size] float32 (float64 in float64 mode), in the order of `batch.logit_rows`.
+        """
+        lowered = [self._lower(batch, i, group) for i, group in enumerate(groups)]
+        place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        table = self._rotary.index_select(0, batch.positions)
+        eps = self.config.rms_norm_eps
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        update: Tensor | None = None
+        for index, (layer, (attention_norm, mlp_norm)) in enumerate(zip(self._layers, self._norms, strict=True)):
+            if update is None:
+                x = rms_norm(hidden, attention_norm, eps)
+            else:
+                x = add_rms_norm(update, hidden, attention_norm, eps)
+            group, position = place[index]
+            update = layer.attend(x, table, pools[group][:, position], *lowered[group])
+            update = layer.feed_forward(add_rms_norm(update, hidden, mlp_norm, eps))
+        assert update is not None
+        return self._logits(hidden.add_(update), batch.logit_rows)
+
+    def _lower(self, batch: ForwardBatch, index: int, group: LayerGroup) -> tuple[StorePlan, AttentionPlan]:
+        part = batch.groups[index]
+        plan = plan_attention(
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            part.block_tables,
+            group.block_size,
+            self._tp.local(self.config.num_q_heads),
+            group.num_kv_heads,
+        )
+        return plan_store(part.slot_mapping, group.block_size), plan
+
+    def _logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        num_rows = rows.shape[0]
+        work = torch.float64 if self.dtype == torch.float64 else torch.float32
+        if num_rows == 0:
+            return hidden.new_empty((0, self.config.vocab_size), dtype=work)
+        wanted = hidden.new_zeros(padded_rows(num_rows), hidden.shape[1])
+        torch.index_select(hidden, 0, rows, out=wanted[:num_rows])
+        x = rms_norm(wanted, self._final_norm, self.config.rms_norm_eps)
+        return self._head(x)[:num_rows].to(work)
+
+
+def load_decoder(folder: Path, dtype: str, kernels: str = "auto", tp: TensorParallel | None = None) -> Decoder:
+    """Load a model folder.
+
+    Args:
+        dtype: compute dtype, a key of `DTYPES`; the checkpoint may hold another.
+        kernels: a choice of `kernels.dispatch`.
+
+    Raises:
+        SettingsError: the folder, the dtype or the choice cannot be used.
+    """
+    if dtype not in DTYPES:
+        raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
+    try:
+        choice = choose(kernels)
+    except UnknownKernels as exc:
+        raise SettingsError(str(exc), param="kernels") from exc
+    config = load_config(folder)
+    with Weights(folder, config) as weights:
+        return Decoder(config, weights, DTYPES[dtype], choice, tp or TensorParallel())
