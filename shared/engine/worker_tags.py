@@ -1,0 +1,150 @@
+"""Which completed blocks get which tags: known ones at once, the others when the index has extended the chain. Pure.
+
+Workers know tags, not keys. A chain goes on only from its last known tag, so each sequence has at most one run per
+layer group with the index at a time; blocks that complete meanwhile wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shared.contracts.attempt import Attempt
+from shared.contracts.grants import SignedGrant
+from shared.contracts.ids import BlockTag
+from shared.contracts.messages import BlockRef, ExtendedRun, ExtendRun, GroupTags
+from shared.contracts.tokens import pack_tokens
+from shared.engine.sequence import CompletedBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Tagging:
+    """Make a block findable, if it still is of this generation."""
+
+    group: int
+    block: CompletedBlock
+    tag: BlockTag
+
+
+@dataclass(slots=True)
+class _Chain:
+    """One sequence's chain in one group: `known` tags from position 0, then blocks that wait for theirs."""
+
+    known: list[BlockTag]
+    waiting: list[CompletedBlock] = field(default_factory=list)
+    asked: list[CompletedBlock] = field(default_factory=list)
+    broken: bool = False  # a tag is missing in the middle: nothing behind it can be tagged
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.asked
+
+
+@dataclass(slots=True)
+class _Entry:
+    attempt: Attempt
+    grant: SignedGrant
+    chains: list[_Chain]
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRun:
+    """A run to be sent to the index, and whose it is."""
+
+    seq_id: str
+    group: int
+    run: ExtendRun
+
+
+class TagChains:
+    """The chains of every sequence whose blocks may be cached."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def open(self, seq_id: str, attempt: Attempt, grant: SignedGrant, tags: Sequence[GroupTags]) -> None:
+        """Begin a sequence whose leading full blocks have these tags."""
+        chains = [_Chain([]) for _ in range(self._num_groups)]
+        for group in tags:
+            if 0 <= group.group < self._num_groups:
+                chains[group.group].known = list(group.tags)
+        self._entries[seq_id] = _Entry(attempt, grant, chains)
+
+    def completed(self, seq_id: str, blocks: Sequence[Sequence[CompletedBlock]], ask: bool = True) -> list[Tagging]:
+        """Blocks became full and final: those whose tag is known. The others wait for the index if `ask`."""
+        entry = self._entries.get(seq_id)
+        if entry is None:
+            return []
+        taggings: list[Tagging] = []
+        for group, (chain, new) in enumerate(zip(entry.chains, blocks, strict=True)):
+            for block in new:
+                if block.position < len(chain.known):
+                    taggings.append(Tagging(group, block, chain.known[block.position]))
+                elif ask and not chain.broken:
+                    chain.waiting.append(block)
+        return taggings
+
+    def close(self, seq_id: str) -> None:
+        """No more blocks will complete; those that wait may still get their tags."""
+        entry = self._entries.get(seq_id)
+        if entry is not None:
+            entry.closed = True
+            self._drop_if_over(seq_id, entry)
+
+    def take_runs(self) -> list[AskedRun]:
+        """Runs to ask the index for, each to be answered by `extended` or `failed`."""
+        runs: list[AskedRun] = []
+        for seq_id, entry in self._entries.items():
+            for group, chain in enumerate(entry.chains):
+                if not chain.waiting or chain.asked:
+                    continue
+                if chain.waiting[0].position != len(chain.known):
+                    chain.broken, chain.waiting = True, []
+                    continue
+                chain.asked, chain.waiting = chain.waiting, []
+                tokens = [t for block in chain.asked for t in block.token_ids]
+                run = ExtendRun(
+                    attempt=entry.attempt,
+                    group=group,
+                    grant=entry.grant,
+                    token_ids=pack_tokens(tokens),
+                    blocks=tuple(BlockRef(b.block_id, b.generation) for b in chain.asked),
+                    parent=chain.known[-1] if chain.known else BlockTag(b""),
+                )
+                runs.append(AskedRun(seq_id, group, run))
+        for seq_id, entry in tuple(self._entries.items()):
+            self._drop_if_over(seq_id, entry)
+        return runs
+
+    def extended(self, asked: AskedRun, answer: ExtendedRun) -> list[Tagging]:
+        """The index's tags for one run; a refused run ends its chain."""
+        entry = self._entries.get(asked.seq_id)
+        if entry is None:
+            return []
+        chain = entry.chains[asked.group]
+        blocks, chain.asked = chain.asked, []
+        if answer.error is not None or len(answer.tags) != len(blocks):
+            chain.broken, chain.waiting = True, []
+        else:
+            chain.known.extend(answer.tags)
+        self._drop_if_over(asked.seq_id, entry)
+        return [] if chain.broken else [Tagging(asked.group, b, t) for b, t in zip(blocks, answer.tags, strict=True)]
+
+    def failed(self, asked: AskedRun) -> None:
+        """The index did not answer: the run waits for the next turn, unless its sequence is over."""
+        entry = self._entries.get(asked.seq_id)
+        if entry is None:
+            return
+        chain = entry.chains[asked.group]
+        chain.waiting, chain.asked = chain.asked + chain.waiting, []
+        if entry.closed:
+            del self._entries[asked.seq_id]
+
+    def _drop_if_over(self, seq_id: str, entry: _Entry) -> None:
+        if entry.closed and all(chain.idle for chain in entry.chains):
+            self._entries.pop(seq_id, None)
