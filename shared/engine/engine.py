@@ -1,0 +1,311 @@
+"""The engine: two threads that turn a batcher's plans into steps.
+
+    planner   owns the batcher and its block pool; runs posted commands between steps, without waiting for one
+    executor  runs the runner, one step after the other; owns nothing
+
+Everything reaches the planner through one inbox, so it sleeps when there is nothing to do and no wake-up is lost.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from shared.contracts.errors import Unavailable
+from shared.engine.batcher import Batcher
+from shared.engine.sequence import SequenceUpdate
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.engine.step_time import StepObservation, context_of
+
+T = TypeVar("T")
+Blocks = tuple[tuple[int, int], ...]  # (group, block id)
+
+
+class Runner(Protocol):
+    """What runs steps; called by the executor thread only."""
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute one step. Anything raised ends the step's sequences with an error."""
+        ...
+
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Overwrite (group, block id) with zeros."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[], None]
+    refuse: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    plan: StepPlan
+    result: StepOutput | Exception
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeroed:
+    blocks: Blocks
+    error: Exception | None
+
+
+class _Stop:
+    pass
+
+
+class Engine:
+    """Runs a batcher's sequences; up to depth + 1 steps are planned and not yet committed.
+
+    Callbacks run on the planner thread and must not block: hand over and return. What they raise is reported to
+    `on_error` and changes nothing.
+
+    Args:
+        on_updates: what steps and commands changed, in order; never an empty list.
+        on_error: a step that failed, or a fault in a callback; the engine goes on.
+        on_step: tokens, sequences, context and seconds of each step that succeeded.
+        idle_tick_s: how often `progress` advances when nothing runs.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        runner: Runner,
+        on_updates: Callable[[list[SequenceUpdate]], None],
+        *,
+        on_error: Callable[[Exception], None] = lambda error: None,
+        on_step: Callable[[StepObservation], None] = lambda observation: None,
+        idle_tick_s: float = 0.5,
+    ) -> None:
+        self._batcher = batcher
+        self._runner = runner
+        self._on_updates = on_updates
+        self._on_error = on_error
+        self._on_step = on_step
+        self._idle_tick_s = idle_tick_s
+        self._inbox: queue.SimpleQueue[_Command | _Done | _Zeroed | _Stop] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[StepPlan | Blocks | _Stop] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards _closed against a command posted while the planner leaves
+        self._closed = False
+        self._stopping = False
+        self._zeroing = 0  # zero orders with the executor
+        self._progress = 0
+        self._planner = threading.Thread(target=self._plan_loop, name="engine-planner", daemon=True)
+        self._executor = threading.Thread(target=self._execute_loop, name="engine-executor", daemon=True)
+
+    @property
+    def progress(self) -> int:
+        """Counts ended steps and the planner's idle turns, one a tick at least; stands still while a step hangs.
+
+        Any thread may read it.
+        """
+        return self._progress
+
+    def start(self) -> None:
+        """Start both threads. Raises RuntimeError when called twice."""
+        self._executor.start()
+        self._planner.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Stop, in this order: refuse commands, plan nothing new, end and report the steps in flight, leave.
+
+        Sequences that have not ended are left as they are; who wants them ended cancels them first.
+
+        Args:
+            timeout: most seconds to wait.
+
+        Returns:
+            False when a thread still runs after that, because a step hangs; it can't keep the process alive.
+        """
+        deadline = time.monotonic() + timeout
+        self._inbox.put(_Stop())
+        for thread in (self._planner, self._executor):
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not (self._planner.is_alive() or self._executor.is_alive())
+
+    def call(self, fn: Callable[[Batcher], T]) -> Future[T]:
+        """Run `fn` on the planner thread, between steps, in the order posted; never waits for a step in flight.
+
+        Returns:
+            A future with what `fn` returns or raises; Unavailable (code `engine_stopped`) when the engine has stopped.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(self._batcher)
+            except BaseException as exc:
+                future.set_exception(exc)
+            else:
+                future.set_result(result)
+
+        def refuse() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Unavailable("the engine has stopped", code="engine_stopped"))
+
+        with self._lock:
+            if not self._closed:
+                self._inbox.put(_Command(run, refuse))
+                return future
+        refuse()
+        return future
+
+    # ------------------------------------------------------------------------------------- planner thread
+
+    def _plan_loop(self) -> None:
+        while not (self._stopping and self._executor_is_idle()):
+            for item in self._take_inbox():
+                self._guard(lambda item=item: self._handle(item))  # type: ignore[misc]
+            # while a step is out, a turn of this loop is no progress
+            if self._executor_is_idle():
+                self._progress += 1
+            self._guard(self._advance)
+        self._work.put(_Stop())
+        with self._lock:
+            self._closed = True
+        # nothing can be posted any more: what is left was posted while stopping
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, _Command):
+                item.refuse()
+
+    def _executor_is_idle(self) -> bool:
+        return self._batcher.num_in_flight == 0 and self._zeroing == 0
+
+    def _take_inbox(self) -> list[_Command | _Done | _Zeroed | _Stop]:
+        """Everything posted, in order; sleeps until there is something, or an idle tick has passed."""
+        try:
+            items = [self._inbox.get(timeout=self._idle_tick_s)]
+        except queue.Empty:
+            return []
+        while True:
+            try:
+                items.append(self._inbox.get_nowait())
+            except queue.Empty:
+                return items
+
+    def _handle(self, item: _Command | _Done | _Zeroed | _Stop) -> None:
+        match item:
+            case _Command():
+                if self._stopping:
+                    item.refuse()
+                else:
+                    item.run()
+            case _Done():
+                self._end_step(item)
+            case _Zeroed(blocks, None):
+                self._zeroing -= 1
+                self._batcher.zeroed(blocks)
+            case _Zeroed(_, error):
+                # the blocks stay held: better a smaller pool than somebody else's KV
+                self._zeroing -= 1
+                self._report_error(error)
+            case _Stop():
+                self._stopping = True
+
+    def _end_step(self, done: _Done) -> None:
+        plan, result = done.plan, done.result
+        try:
+            if isinstance(result, Exception):
+                raise result
+            updates = self._batcher.commit(result)
+        except Exception as exc:
+            self._report_error(exc)
+            updates = self._batcher.fail_step(plan.step, f"{type(exc).__name__} in step {plan.step}")
+        else:
+            observed = StepObservation(plan.num_tokens, len(plan.sequences), context_of(plan), done.duration_s)
+            self._guard(lambda: self._on_step(observed))
+        self._progress += 1
+        self._publish(updates)
+
+    def _advance(self) -> None:
+        """Hand the executor all it may have: blocks to zero first, then steps up to the depth."""
+        self._publish(self._batcher.take_updates())
+        blocks = self._batcher.take_blocks_to_zero()
+        if blocks:
+            self._zeroing += 1
+            self._work.put(blocks)
+        while not self._stopping and (plan := self._batcher.plan()) is not None:
+            self._work.put(plan)
+
+    def _publish(self, updates: list[SequenceUpdate]) -> None:
+        if updates:
+            self._guard(lambda: self._on_updates(updates))
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as exc:
+            self._report_error(exc)
+
+    def _report_error(self, error: Exception | None) -> None:
+        # nothing may end this thread, not even a reporter that fails
+        try:
+            if error is not None:
+                self._on_error(error)
+        except Exception:
+            return
+
+    # ------------------------------------------------------------------------------------- executor thread
+
+    def _execute_loop(self) -> None:
+        broken: deque[tuple[int, frozenset[str]]] = deque(maxlen=self._batcher.config.depth + 1)
+        while True:
+            work = self._work.get()
+            match work:
+                case _Stop():
+                    return
+                case StepPlan():
+                    done = self._run(work, broken)
+                    if isinstance(done.result, Exception):
+                        broken.append((work.step, frozenset(row.seq_id for row in work.sequences)))
+                    self._inbox.put(done)
+                case _:
+                    self._inbox.put(self._zero(work))
+
+    def _run(self, plan: StepPlan, broken: deque[tuple[int, frozenset[str]]]) -> _Done:
+        """Run a step without the rows that a step planned before it, and failed since, should have fed."""
+        oldest = plan.step - self._batcher.config.depth
+        lost = frozenset[str]().union(*(seq_ids for step, seq_ids in broken if step >= oldest))
+        sound = tuple(i for i, row in enumerate(plan.sequences) if row.seq_id not in lost)
+        started = time.perf_counter()
+        result: StepOutput | Exception
+        try:
+            if len(sound) == len(plan.sequences):
+                result = self._runner.run(plan)
+            elif sound:
+                part = self._runner.run(replace(plan, sequences=tuple(plan.sequences[i] for i in sound)))
+                result = _widen(plan, part, sound)
+            else:
+                result = _widen(plan, StepOutput(plan.step, ()), ())
+        except Exception as exc:
+            result = exc
+        return _Done(plan, result, time.perf_counter() - started)
+
+    def _zero(self, blocks: Blocks) -> _Zeroed:
+        try:
+            self._runner.zero_blocks(blocks)
+        except Exception as exc:
+            return _Zeroed(blocks, exc)
+        return _Zeroed(blocks, None)
+
+
+def _widen(plan: StepPlan, part: StepOutput, sound: tuple[int, ...]) -> StepOutput:
+    """The output of a whole plan from that of some of its rows; the others get tokens that nobody will read."""
+    if len(part.sampled) != len(sound):
+        raise ValueError(f"step {plan.step}: the output does not fit the plan")
+    sampled = [(0,) * row.num_logits if row.sampling is not None else () for row in plan.sequences]
+    for i, tokens in zip(sound, part.sampled, strict=True):
+        sampled[i] = tokens
+    return replace(part, sampled=tuple(sampled), bad_rows=frozenset(sound[i] for i in part.bad_rows))
