@@ -14,7 +14,17 @@ from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import Grant, Scope, SignedGrant
-from shared.contracts.ids import Dispatch, Epoch, Incarnation, IngressId, RequestId, TenantId, Term, WorkerId
+from shared.contracts.ids import (
+    Dispatch,
+    Epoch,
+    Incarnation,
+    IngressId,
+    RequestId,
+    ScopeGeneration,
+    TenantId,
+    Term,
+    WorkerId,
+)
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens
 
@@ -151,7 +161,7 @@ class Bench:
 
     def match(self, *holders: m.Holder) -> None:
         ask: AskMatch = self.pop(AskMatch)
-        reply = m.Matched(scope_generation=1, holders=holders)
+        reply = m.Matched(scope_generation=ScopeGeneration(1), holders=holders)
         self.take(self.table.matched(self.now, ask.attempt, reply))
 
     def reserve(self, reply: m.Reserved | m.Refusal | None) -> AskReserve:

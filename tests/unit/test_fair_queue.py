@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from services.scheduler.queue import PASSES, FairQueue
@@ -68,7 +69,7 @@ def test_no_class_waits_longer_than_the_bound() -> None:
     order = [klass_of[name] for name in drain(queue, klass_of)]
     for klass in ("analysis", "batch"):
         turns = [i for i, k in enumerate(order) if k == klass]
-        gaps = [b - a for a, b in zip(turns, turns[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(turns)]
         assert max([turns[0] + 1, *gaps]) <= PASSES + 2
 
 

@@ -1,0 +1,328 @@
+"""The scheduler's shell: carries the request table's effects over the bus and brings it the answers.
+
+Every scheduler of a pool hears the beats, so its registries are warm; only the leader has a request table and serves
+`submit`. Grants are decoded here and verified by who acts on them: the index and the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+
+from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, Effect, PlacingEnded, Tell
+from services.scheduler.ingresses import IngressRegistry
+from services.scheduler.leader import Change, Leadership
+from services.scheduler.place_spans import PlaceSpans, tracer
+from services.scheduler.record import State
+from services.scheduler.request_table import RequestTable
+from services.scheduler.settings import SchedulerSettings
+from services.scheduler.worker_registry import RefusedWorker, WorkerRegistry
+from shared.bus.bus import Bus, Delivery, Subscription
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.errors import BatonError, DeadlineExceeded, Unavailable, to_wire
+from shared.contracts.grants import Grant
+from shared.contracts.ids import RequestId, WorkerId
+from shared.contracts.message import decode
+
+log = logging.getLogger("baton.scheduler")
+
+REPLY_S = 1.0
+"""How long an ingress may take to see an event, and a worker to answer a cancel."""
+LEASE_CALL_S = 2.0
+FINAL_STATUSES = (400, 401, 403, 404, 413)
+"""Errors that would be the same at every worker."""
+
+
+class SchedulerService:
+    """One scheduler process of one model pool. `start`, then `stop`."""
+
+    def __init__(self, bus: Bus, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.match_timeouts = 0
+        self._bus = bus
+        self._settings = settings
+        self._clock = clock
+        self._workers = WorkerRegistry(settings.pool, settings.worker_lease_s)
+        self._ingresses = IngressRegistry(settings.ingress_lease_s)
+        self._leadership = Leadership(settings.leader_ttl_s)
+        self._table: RequestTable | None = None
+        self._spans = PlaceSpans()
+        self._refused: dict[WorkerId, RefusedWorker] = {}
+        self._serving: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
+        self._loops: list[asyncio.Task[None]] = []
+        self._hops: set[asyncio.Task[None]] = set()
+
+    @property
+    def leading(self) -> bool:
+        return self._table is not None
+
+    @property
+    def table(self) -> RequestTable | None:
+        """The request table while leading; for gauges and tests."""
+        return self._table
+
+    async def start(self) -> None:
+        """Hear beats, then compete for the lease."""
+        for subject, kind, handler in (
+            (subjects.ANY_WORKER_BEAT, m.WorkerBeat, self._on_worker_beat),
+            (subjects.ANY_GATEWAY_BEAT, m.GatewayBeat, self._on_gateway_beat),
+            (subjects.sched_beat(self._settings.pool), m.SchedulerBeat, self._on_scheduler_beat),
+        ):
+            self._subscriptions.append(await self._bus.subscribe(subject, kind, handler))
+        for step, pause_s in (
+            (self._renew, self._leadership.renew_every_s),
+            (self._tick, self._settings.tick_s),
+            (self._beat, self._settings.beat_s),
+        ):
+            self._loops.append(asyncio.create_task(_every(pause_s, step)))
+
+    async def stop(self) -> None:
+        """Take no more submits, give the lease up so that a standby leads at once, drop what is queued: the ingresses
+        send it to the next leader."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        led = self._leadership.term is not None
+        await self._step_down()
+        if led:
+            try:
+                await asyncio.wait_for(self._bus.release_lease(self._lease_name, self._settings.scheduler_id), REPLY_S)
+            except (BatonError, TimeoutError) as exc:
+                log.warning("lease not released, it runs out by itself: %s", exc)
+        for hop in list(self._hops):
+            hop.cancel()
+        await asyncio.gather(*self._hops, return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.stop()
+
+    # ------------------------------------------------------------------------------------------ leading
+
+    @property
+    def _lease_name(self) -> str:
+        return f"scheduler-{self._settings.pool}"
+
+    async def _renew(self) -> None:
+        asked_s = self._clock()
+        try:
+            term = await asyncio.wait_for(
+                self._bus.acquire_lease(self._lease_name, self._settings.scheduler_id, self._settings.leader_ttl_s),
+                LEASE_CALL_S,
+            )
+        except (BatonError, TimeoutError) as exc:
+            log.warning("lease %s: %s", self._lease_name, exc)
+            return
+        await self._change(self._leadership.answered(asked_s, term))
+
+    async def _change(self, changes: list[Change]) -> None:
+        for change in changes:
+            if change == Change.STOPPED:
+                await self._step_down()
+            else:
+                await self._step_up()
+
+    async def _step_up(self) -> None:
+        term = self._leadership.term
+        assert term is not None
+        log.info("leading pool %s in term %d", self._settings.pool, term)
+        self._table = RequestTable(
+            term=term,
+            now=self._clock(),
+            registry=self._workers,
+            ingresses=self._ingresses,
+            cost=self._settings.cost,
+            limits=self._settings.limits,
+        )
+        self._serving = await self._bus.serve(subjects.sched_submit(self._settings.pool), m.Submit, self._on_submit)
+        await self._beat()
+
+    async def _step_down(self) -> None:
+        if self._table is None:
+            return
+        log.info("no longer leading pool %s", self._settings.pool)
+        self._table = None
+        self._spans.sweep(lambda _: False)
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            await serving.stop()
+
+    async def _beat(self) -> None:
+        table = self._table
+        if table is None:
+            return
+        beat = m.SchedulerBeat(
+            pool=self._settings.pool,
+            term=table.term,
+            scheduler_id=self._settings.scheduler_id,
+            queued=table.queued + table.placing,
+            running=table.placed,
+        )
+        await self._bus.publish(subjects.sched_beat(self._settings.pool), beat)
+
+    async def _tick(self) -> None:
+        now = self._clock()
+        await self._change(self._leadership.tick(now))
+        for lost in self._workers.expire(now):
+            log.warning("worker %s lost: %s", lost.worker, lost.reason)
+            if self._table is not None:
+                self._run(self._table.worker_lost(now, lost))
+        table = self._table
+        if table is None:
+            self._ingresses.expire(now)
+            return
+        self._run(table.tick(now))
+        self._spans.sweep(lambda r: (record := table.record(r)) is not None and record.state != State.PLACED)
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    async def _on_submit(self, delivery: Delivery) -> m.Queued | m.Refusal:
+        with tracer.start_as_current_span("scheduler.submit", context=delivery.context) as span:
+            table, submit = self._table, delivery.message
+            if table is None:
+                raise Unavailable("this scheduler no longer leads its pool", retry_after_s=1.0)
+            if delivery.remaining_s(self._clock) <= 0:
+                raise DeadlineExceeded("the submit's budget was spent before it was read")
+            grant = decode(submit.grant.payload, Grant)
+            self._spans.queued(submit.attempt.request_id, delivery.context)
+            answer, effects = table.submit(self._clock(), submit, grant)
+            self._run(effects)
+            span.set_attribute("baton.tokens", len(submit.token_ids) // 4)
+            span.set_attribute("baton.epoch", submit.attempt.epoch)
+            span.set_attribute("baton.class", grant.klass)
+            if isinstance(answer, m.Queued):
+                span.set_attribute("baton.position", answer.position)
+                span.set_attribute("baton.predicted_ttft_s", answer.predicted_ttft_s)
+            else:
+                span.set_attribute("baton.refused", answer.error.code)
+            return answer
+
+    def _on_worker_beat(self, delivery: Delivery) -> None:
+        beat, now = delivery.message, self._clock()
+        outcome = self._workers.on_beat(now, beat)
+        if outcome.refused is not None and self._refused.get(beat.worker) != outcome.refused:
+            self._refused[beat.worker] = outcome.refused
+            log.error(
+                "worker %s refused: its %s is %s, the pool's is %s",
+                beat.worker,
+                outcome.refused.field,
+                outcome.refused.value,
+                outcome.refused.expected,
+            )
+        if outcome.joined:
+            self._refused.pop(beat.worker, None)
+            log.info("worker %s joined as %s%s", beat.worker, beat.role, " (fake)" if beat.fake else "")
+        if self._table is None:
+            return
+        if outcome.replaced is not None:
+            self._run(self._table.worker_lost(now, outcome.replaced))
+        if outcome.taken:
+            self._run(self._table.worker_beat(now, beat))
+
+    def _on_gateway_beat(self, delivery: Delivery) -> None:
+        if self._table is None:
+            self._ingresses.heard(delivery.message.ingress_id, self._clock())
+        else:
+            self._run(self._table.ingress_beat(self._clock(), delivery.message))
+
+    def _on_scheduler_beat(self, delivery: Delivery) -> None:
+        if changes := self._leadership.seen(delivery.message.term):
+            self._spawn(self._change(changes))
+
+    # ------------------------------------------------------------------------------------------ effects
+
+    def _run(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, PlacingEnded):
+                self._spans.ended(effect)
+            elif isinstance(effect, AskMatch):
+                self._spawn(self._ask_match(effect))
+            elif isinstance(effect, AskReserve):
+                self._spawn(self._ask_reserve(effect))
+            elif isinstance(effect, AskPrefill):
+                self._spawn(self._ask_prefill(effect))
+            elif isinstance(effect, Tell):
+                self._spawn(self._tell(effect))
+            else:
+                self._spawn(self._cancel_at(effect))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._hops.add(task)
+        task.add_done_callback(self._hops.discard)
+
+    async def _ask_match(self, ask: AskMatch) -> None:
+        table = self._table
+        reply = await self._hop(
+            ask.attempt.request_id, subjects.INDEX_MATCH, ask.message, m.Matched | m.Refusal, ask.timeout_s
+        )
+        self.match_timeouts += reply is None
+        if table is not None and table is self._table:
+            self._run(table.matched(self._clock(), ask.attempt, reply))
+
+    async def _ask_reserve(self, ask: AskReserve) -> None:
+        table, attempt = self._table, ask.message.attempt
+        subject = subjects.decode(ask.worker, "reserve")
+        reply = await self._hop(attempt.request_id, subject, ask.message, m.Reserved | m.Refusal, ask.timeout_s)
+        if table is not None and table is self._table:
+            self._run(table.reserve_replied(self._clock(), attempt, ask.worker, reply))
+
+    async def _ask_prefill(self, ask: AskPrefill) -> None:
+        table, attempt = self._table, ask.message.attempt
+        subject = subjects.prefill(ask.worker, "run")
+        reply = await self._hop(attempt.request_id, subject, ask.message, m.PrefillAccepted | m.Refusal, ask.timeout_s)
+        if table is not None and table is self._table:
+            self._run(table.prefill_replied(self._clock(), attempt, reply))
+
+    async def _hop(
+        self, request_id: RequestId, subject: str, message: Any, reply_type: Any, timeout_s: float
+    ) -> Any | None:
+        """Ask under the place span. None: no answer. An error of the other side's is a refusal like another."""
+        span = self._spans.placing(request_id)
+        with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+            try:
+                return await self._bus.request(subject, message, reply_type, timeout_s=timeout_s)
+            except Unavailable as exc:
+                log.info("%s", exc)
+                return None
+            except BatonError as exc:
+                log.warning("%s: %s", subject, exc)
+                return m.Refusal(error=to_wire(exc), never=exc.status in FINAL_STATUSES)
+
+    async def _tell(self, tell: Tell) -> None:
+        table, event = self._table, tell.event
+        known = None if isinstance(event, m.WorkerLost) else self._spans.context(event.attempt.request_id)
+        token = otel_context.attach(known) if known is not None else None
+        try:
+            seen = await self._bus.request(subjects.gateway_event(tell.ingress), event, m.EventsSeen, timeout_s=REPLY_S)
+        except BatonError as exc:
+            log.info("event %d to %s not seen: %s", event.number, tell.ingress, exc)
+            return
+        finally:
+            if token is not None:
+                otel_context.detach(token)
+        if table is not None and table is self._table:
+            self._run(table.events_seen(self._clock(), tell.ingress, seen.number))
+
+    async def _cancel_at(self, effect: CancelAt) -> None:
+        build = subjects.decode if effect.role == "decode" else subjects.prefill
+        try:
+            await self._bus.request(build(effect.worker, "cancel"), effect.message, m.Cancelled, timeout_s=REPLY_S)
+        except BatonError as exc:
+            log.info("cancel at %s: %s", effect.worker, exc)
+
+
+async def _every(pause_s: float, step: Callable[[], Awaitable[None]]) -> None:
+    """Run `step` for ever. A failure is logged, and the next turn tries again: a scheduler must not stop leading
+    silently because one turn failed."""
+    while True:
+        try:
+            await step()
+        except Exception:
+            log.exception("scheduler loop failed")
+        await asyncio.sleep(pause_s)
