@@ -412,7 +412,10 @@ class Batcher:
 
 
 def _require_fit(plan: StepPlan, output: StepOutput) -> None:
-    """Raises ValueError when the output does not have one token per row of logits that samples."""
-    expected = [row.num_logits if row.sampling is not None else 0 for row in plan.sequences]
-    if [len(sampled) for sampled in output.sampled] != expected:
-        raise ValueError(f"step {plan.step}: the output does not fit the plan")
+    """Raises ValueError when a sequence that samples lacks its tokens; one with bad rows need not have any."""
+    if len(output.sampled) != len(plan.sequences):
+        raise ValueError(f"step {plan.step}: the output has {len(output.sampled)} of {len(plan.sequences)} sequences")
+    for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
+        wanted = row.num_logits if row.sampling is not None else 0
+        if len(sampled) != wanted and i not in output.bad_rows:
+            raise ValueError(f"step {plan.step}: {len(sampled)} tokens where {wanted} were to be sampled")

@@ -41,12 +41,13 @@ def next_token(seq_id: str, position: int) -> int:
     return 8 + (sum(seq_id.encode()) + position * 5) % 11 if (sum(seq_id.encode()) + position) % 9 else EOS
 
 
-def output_of(plan: StepPlan, tokens: Tokens = next_token, **fields: Any) -> StepOutput:
+def output_of(plan: StepPlan, tokens: Tokens = next_token, bad_rows: frozenset[int] = frozenset()) -> StepOutput:
+    """What a runner answers: a token where one is sampled, none after a bad row."""
     sampled = tuple(
-        (tokens(row.seq_id, row.start + len(row.token_ids)),) if row.sampling is not None else ()
-        for row in plan.sequences
+        (tokens(row.seq_id, row.start + len(row.token_ids)),) if row.sampling is not None and i not in bad_rows else ()
+        for i, row in enumerate(plan.sequences)
     )
-    return StepOutput(plan.step, sampled, **fields)
+    return StepOutput(plan.step, sampled, bad_rows)
 
 
 def constant(token_id: int) -> Tokens:
