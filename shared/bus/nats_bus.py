@@ -132,7 +132,7 @@ class NatsBus:
         Messages are handled one after the other; a failed one comes again after a pause. Raises Unavailable.
         """
         consumer = DurableConsumer(
-            self._client, self._js, spec_of(stream, subject), subject, durable, message_type, handler, self.stats
+            self._client, self._js, spec_of(stream, subject), subject, durable, message_type, handler, self.stats, flush
         )
         self._require_connection(subject)
         try:
@@ -167,7 +167,7 @@ class NatsBus:
         self._subscriptions.clear()
         with contextlib.suppress(TimeoutError, nats.errors.Error, OSError):
             if self._client.is_connected:
-                await asyncio.wait_for(self._client.flush(FLUSH_TIMEOUT_S), FLUSH_TIMEOUT_S)
+                await flush(self._client)
         await self._client.close()
 
     def _require_connection(self, hop: str) -> None:
@@ -183,8 +183,7 @@ class NatsBus:
         self._require_connection(subject)
         try:
             inner = await self._client.subscribe(subject, queue=queue, cb=callback)
-            # The server answers in order: after this round trip it has taken the subscription or refused it.
-            await self._client.flush(FLUSH_TIMEOUT_S)
+            await flush(self._client)
         except nats.errors.Error as exc:
             raise _mapped(exc, subject) from exc
         if subject in self._refused_subjects:
@@ -227,6 +226,16 @@ class _Served:
         except (TimeoutError, nats.errors.Error, OSError) as exc:
             log.debug("subscription not drained: %r", exc)
         await self._tasks.drain(DRAIN_TIMEOUT_S)
+
+
+async def flush(client: Client) -> None:
+    """Return when the server has taken everything sent so far. Raises nats.errors.Error.
+
+    nats-py writes the PING of a flush straight to the socket, past commands that still wait for its flusher task; by
+    the end of a first round trip the flusher has run, so the second one is ordered behind them.
+    """
+    await client.flush(FLUSH_TIMEOUT_S)
+    await client.flush(FLUSH_TIMEOUT_S)
 
 
 def _mapped(exc: Exception, hop: str) -> BatonError:

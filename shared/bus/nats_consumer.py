@@ -1,16 +1,22 @@
-"""A durable JetStream consumer: pulls, hands over one message at a time, acknowledges what was handled."""
+"""A durable JetStream consumer: pulls, hands over one message at a time, acknowledges what was handled.
+
+nats-py's own `fetch` waits for a full batch until its time-out; this pull hands each message over as it arrives.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 from opentelemetry import context as otel_context
@@ -24,11 +30,14 @@ from shared.contracts.errors import ProtocolError
 log = logging.getLogger("baton.bus")
 
 ACK_WAIT_S = 30.0
-FETCH_BATCH = 64
-FETCH_TIMEOUT_S = 5.0
+PULL_BATCH = 64
+PULL_EXPIRES_S = 5.0
 RETRY_PAUSE_S = 0.5
 MAX_REDELIVERY_PAUSE_S = 30.0
 _NAME_IN_USE = 10058
+_PULL = json.dumps({"batch": PULL_BATCH, "expires": int(PULL_EXPIRES_S * 1e9)}).encode()
+_PULL_ENDED = {"404", "408"}
+"""Statuses that end a pull in the ordinary way: no messages, expired. Any other (503: no such consumer) is a fault."""
 
 
 class DurableConsumer:
@@ -44,8 +53,10 @@ class DurableConsumer:
         message_type: Any,
         handler: DurableHandler,
         stats: BusStats,
+        flush: Callable[[Client], Awaitable[None]],
     ) -> None:
         self._client = client
+        self._flush = flush
         self._js = js
         self._spec = spec
         self._subject = subject
@@ -53,25 +64,34 @@ class DurableConsumer:
         self._message_type = message_type
         self._handler = handler
         self._stats = stats
-        self._stopping = asyncio.Event()
+        self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{spec.name}.{durable}"
+        self._waiting: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._stopping = False
+        self._inbox: Subscription | None = None
         self._loop: asyncio.Task[None] | None = None
-        self._pull: JetStreamContext.PullSubscription | None = None
 
     async def start(self) -> None:
         await self._make()
-        self._pull = await self._js.pull_subscribe_bind(consumer=self._durable, stream=self._spec.name)
-        self._loop = asyncio.create_task(self._run())
+        inbox = self._client.new_inbox()
+        self._inbox = await self._client.subscribe(inbox, cb=self._arrived)
+        self._loop = asyncio.create_task(self._run(inbox))
 
     async def stop(self) -> None:
-        """Take nothing new; the message in hand is finished first."""
-        if self._stopping.is_set():
+        """Take nothing new; the message in hand is finished first, those behind it go back to the stream."""
+        if self._stopping:
             return
-        self._stopping.set()
+        self._stopping = True
+        self._waiting.put_nowait(None)
+        if self._inbox is not None:
+            # The server must know before we return: it would still answer the pull of a consumer that has gone.
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._inbox.drain()  # type: ignore[no-untyped-call]
+                await self._flush(self._client)
         if self._loop is not None:
             await self._loop
-        if self._pull is not None:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await self._pull.unsubscribe()
+        while not self._waiting.empty():
+            if (msg := self._waiting.get_nowait()) is not None and _status(msg) is None:
+                await self._settle(msg.nak())
 
     async def _make(self) -> None:
         stream = StreamConfig(
@@ -100,37 +120,34 @@ class DurableConsumer:
             ),
         )
 
-    async def _run(self) -> None:
-        while not self._stopping.is_set():
+    async def _arrived(self, msg: Msg) -> None:
+        self._waiting.put_nowait(msg)
+
+    async def _run(self, inbox: str) -> None:
+        """Pull in batches: the next pull is sent when the last is used up, ended by the server, or unanswered."""
+        while not self._stopping:
             try:
-                messages = await self._fetch()
-            except nats.errors.TimeoutError:
-                continue
+                await self._client.publish(self._next_subject, _PULL, reply=inbox)
+                await self._take_batch()
             except (nats.errors.Error, OSError) as exc:
                 await self._recover(exc)
-                continue
-            for index, msg in enumerate(messages):
-                if self._stopping.is_set():
-                    await self._give_back(messages[index:])
-                    return
-                await self._handle(msg)
 
-    async def _fetch(self) -> list[Msg]:
-        """One pull, given up at once when stopping."""
-        assert self._pull is not None
-        fetching = asyncio.ensure_future(self._pull.fetch(FETCH_BATCH, FETCH_TIMEOUT_S))
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait({fetching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if fetching.done():
-                return fetching.result()
-            return []
-        finally:
-            stopping.cancel()
-            if not fetching.done():
-                fetching.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await fetching
+    async def _take_batch(self) -> None:
+        for _ in range(PULL_BATCH):
+            try:
+                msg = await asyncio.wait_for(self._waiting.get(), PULL_EXPIRES_S + 1.0)
+            except TimeoutError:
+                return  # the connection was lost in between, and the pull with it
+            if msg is None:
+                return
+            status = _status(msg)
+            if status in _PULL_ENDED:
+                return
+            if status is not None:
+                raise nats.js.errors.APIError(code=int(status), description=_description(msg))
+            await self._handle(msg)
+            if self._stopping:
+                return
 
     async def _handle(self, msg: Msg) -> None:
         try:
@@ -153,10 +170,6 @@ class DurableConsumer:
         finally:
             otel_context.detach(token)
 
-    async def _give_back(self, messages: list[Msg]) -> None:
-        for msg in messages:
-            await self._settle(msg.nak())
-
     async def _settle(self, verdict: Any) -> None:
         # A lost verdict means redelivery, which handlers bear by being idempotent.
         with contextlib.suppress(nats.errors.Error, OSError):
@@ -165,8 +178,16 @@ class DurableConsumer:
     async def _recover(self, exc: Exception) -> None:
         """After an error of the pull: wait, and make the stream anew if a server without its store came back."""
         log.warning("pull from stream %s failed: %r", self._spec.name, exc)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), RETRY_PAUSE_S)
-        if self._client.is_connected and not self._stopping.is_set():
+        await asyncio.sleep(RETRY_PAUSE_S)
+        if self._client.is_connected and not self._stopping:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._make()
+
+
+def _status(msg: Msg) -> str | None:
+    """The status of a control message of the server; None for a stream's message."""
+    return (msg.headers or {}).get("Status") if not msg.data else None
+
+
+def _description(msg: Msg) -> str:
+    return (msg.headers or {}).get("Description", "")
