@@ -7,7 +7,6 @@ kept until the attempt's finals are acknowledged; finals are resent, less and le
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,11 +27,6 @@ RECORD_BYTES = 512
 """Upper bound of a record's or listing entry's size on the wire without its tokens (ids, counters, totals)."""
 
 
-def completion_checksum(token_ids: Iterable[int]) -> bytes:
-    """BLAKE2b-128 over the completion's token ids (u32 LE)."""
-    return hashlib.blake2b(pack_tokens(token_ids), digest_size=16).digest()
-
-
 @dataclass(slots=True)
 class _Choice:
     base: int  # sequence number of tokens[0]
@@ -42,6 +36,7 @@ class _Choice:
     totals: Totals | None = None
     error: ErrorInfo | None = None
     final_sent: bool = False
+    settled: bool = False  # the ingress ended it itself: it waits for no final
 
     @property
     def next_seq(self) -> int:
@@ -102,7 +97,7 @@ class StreamOutbox:
         entry.attempt, entry.ingress = attempt, ingress
         for number, choice in enumerate(entry.choices):
             choice.sent = min(len(choice.tokens), max(0, from_seq - choice.base))
-            choice.final_sent = False
+            choice.final_sent = choice.settled
             if len(choice.tokens) > choice.sent or choice.finish:
                 self._mark(entry, number)
 
@@ -124,14 +119,24 @@ class StreamOutbox:
         held.finish, held.totals, held.error = finish, totals, error
         self._mark(entry, choice)
 
+    def settle(self, attempt: Attempt, choice: int, finish: str, totals: Totals) -> None:
+        """The ingress ended the choice itself and has its totals: no final is owed. With the last choice the attempt
+        is forgotten."""
+        entry = self._get(attempt)
+        if entry is None:
+            return
+        held = entry.choices[choice]
+        held.finish, held.totals, held.final_sent, held.settled = finish, totals, True, True
+        if all(c.settled for c in entry.choices):
+            self.drop_request(attempt.request_id)
+
+    def holds(self, attempt: Attempt) -> bool:
+        return self._get(attempt) is not None
+
     def generated(self, attempt: Attempt, choice: int) -> list[int]:
         """The choice's tokens of this worker so far; empty when not held."""
         entry = self._get(attempt)
         return list(entry.choices[choice].tokens) if entry is not None else []
-
-    def base_seq(self, attempt: Attempt) -> int:
-        entry = self._get(attempt)
-        return entry.choices[0].base if entry is not None else 0
 
     def finished(self, attempt: Attempt, choice: int) -> Totals | None:
         """Totals of a choice that has ended already; None while it runs or when it is not held."""
@@ -162,6 +167,8 @@ class StreamOutbox:
             for request_id, number in keys:
                 entry = self._entries[request_id]
                 choice = entry.choices[number]
+                if choice.settled:
+                    continue
                 start, choice.sent = choice.sent, len(choice.tokens)
                 choice.final_sent = bool(choice.finish)
                 records += choice.records(entry.attempt, number, start, self._max_bytes)
@@ -174,7 +181,7 @@ class StreamOutbox:
         """Finals whose acknowledgement is overdue, again; each time after a longer wait."""
         due: dict[IngressId, list[StreamRecord]] = {}
         for entry in tuple(self._entries.values()):
-            if not any(c.final_sent for c in entry.choices):
+            if not any(c.final_sent and not c.settled for c in entry.choices):
                 continue
             if entry.ended and now - entry.ended_at >= FORGET_FINAL_S:
                 self.drop_request(entry.attempt.request_id)
@@ -182,7 +189,7 @@ class StreamOutbox:
                 entry.backoff_s = min(RESEND_MAX_S, entry.backoff_s * 2)
                 entry.resend_at = now + entry.backoff_s
                 for number, choice in enumerate(entry.choices):
-                    if choice.final_sent:
+                    if choice.final_sent and not choice.settled:
                         due.setdefault(entry.ingress, []).extend(
                             choice.records(entry.attempt, number, choice.sent, self._max_bytes)
                         )

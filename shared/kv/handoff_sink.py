@@ -121,6 +121,11 @@ class Sink:
         self._asked_at = float("-inf")
 
     @property
+    def waiting(self) -> bool:
+        """True while KV of the source is still of use."""
+        return self.state == "waiting" and not self._ending
+
+    @property
     def contiguous(self) -> int:
         """Tokens from position 0 on whose KV lies checked in own blocks, in every group."""
         return min(self.num_tokens, *(front * size for front, size in zip(self._front, self._sizes, strict=True)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.decode.stream_outbox import StreamOutbox, completion_checksum
+from services.decode.stream_outbox import StreamOutbox
 from shared.contracts.attempt import Attempt
 from shared.contracts.ids import Dispatch, Epoch, Incarnation, IngressId, RequestId, WorkerId
 from shared.contracts.message import encode
@@ -130,6 +130,13 @@ def test_frames_and_records_are_split_by_size() -> None:
     assert [f.number for _, f in frames] == list(range(1, len(frames) + 1))
 
 
-def test_checksum_is_over_little_endian_ids() -> None:
-    assert completion_checksum([1, 2]).hex() == completion_checksum((1, 2)).hex()
-    assert len(completion_checksum([])) == 16
+def test_a_choice_the_ingress_ended_owes_no_final() -> None:
+    box = outbox()
+    box.open(attempt(), GW1, 2, 0)
+    box.tokens(attempt(), 0, [1])
+    box.settle(attempt(), 0, "stop", Totals(completion_tokens=1))
+    box.finish(attempt(), 1, "length", Totals())
+    assert flat(box.frames(0)) == [("req-a", 0, [], "length")]
+    assert len(flat(box.resends(1))) == 1
+    box.settle(attempt(), 1, "stop", Totals())
+    assert not box.holds(attempt())

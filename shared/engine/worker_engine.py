@@ -1,0 +1,276 @@
+"""What a worker process is built around: pool, engine and the facts its beats tell. Torch is imported only for a model.
+
+Start-up of a real worker, in this order: sweep pool files nobody owns, load the model, prove that exact mode holds on
+this machine, make the pool, run one step so that nothing is lazy later, time a few steps for the step-time model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from shared.contracts.errors import Internal, SettingsError
+from shared.contracts.ids import WorkerId
+from shared.contracts.messages import StepModel
+from shared.contracts.sampling import SamplingParams
+from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.engine import Engine, Runner
+from shared.engine.sequence import SequenceSpec, SequenceUpdate
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fit_all
+from shared.kv.layout import PoolLayout
+
+log = logging.getLogger("baton.worker")
+
+WARM_TIMEOUT_S = 120.0
+CALIBRATION = ((1, 1), (32, 1), (1, 4), (128, 1), (256, 2))
+"""(tokens, sequences) of the timed steps; what exceeds the budget or the pool is left out."""
+REFINE_EVERY = 8
+"""Steps between refinements of the step-time model: it costs about as much as a small step's bookkeeping."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How a worker's engine is set up. `kv_dir` is a private folder in memory that all workers of the machine share."""
+
+    model_dir: Path
+    kv_dir: Path
+    dtype: str = "float32"
+    block_size: int = 32  # token slots
+    pool_bytes: int = 512 * 1024 * 1024
+    token_budget: int = 512  # most tokens in a step
+    chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
+    max_num_seqs: int = 32
+    depth: int = 1
+    threads: int = 0  # 0 = as torch decides
+    kernels: str = "auto"
+    self_check: bool = True
+    calibrate: bool = True
+    fake: bool = False
+    fake_speed: float = 1.0  # fake steps take the default step model's time divided by this
+
+
+class OwnPool(Protocol):
+    """The part of a pool a worker's shell needs."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def span(self, group: int, block_id: int) -> memoryview: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What does not change while the worker lives."""
+
+    layout: PoolLayout
+    fingerprint: str
+    numerics: str
+    model_digest: str
+    eos_token_ids: frozenset[int]
+    max_positions: int
+    fake: bool
+
+
+@dataclass(slots=True)
+class WorkerEngine:
+    """A running engine with its pool. `on_updates` may be set any time; it is called on the planner thread."""
+
+    options: WorkerOptions
+    facts: WorkerFacts
+    pool: OwnPool
+    runner: Runner
+    on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
+    engine: Engine = field(init=False)
+    _fit: StepTimeFit = field(init=False, default_factory=StepTimeFit)
+    _observed: list[StepObservation] = field(init=False, default_factory=list)
+    _calibrating: bool = field(init=False, default=False)
+    _steps: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        o = self.options
+        config = BatcherConfig(o.token_budget, o.max_num_seqs, o.chunk_size, o.depth)
+        self.engine = Engine(
+            Batcher(self.facts.layout, config),
+            self.runner,
+            lambda updates: self.on_updates(updates),
+            on_error=lambda error: log.error("engine: %s", error, exc_info=error),
+            on_step=self._observe,
+        )
+
+    @property
+    def step_model(self) -> StepModel:
+        """The step-time model as beats carry it."""
+        m = self._fit.model
+        return StepModel(base_s=m.base_s, token_s=m.token_s, sequence_s=m.sequence_s, context_s=m.context_s)
+
+    def start(self) -> None:
+        """Start the threads, run a first step, and time a few. Blocks for the time that takes.
+
+        Raises:
+            Internal: the first step failed or did not end.
+        """
+        self.engine.start()
+        if self.facts.fake:
+            self._fit = StepTimeFit(*(fake_step_time(self.options.fake_speed),) * 2)
+            return
+        self._calibrating = True
+        self._run_steps([(1, 1), *(CALIBRATION if self.options.calibrate else ())])
+        self._calibrating = False
+        # The first step paid for what is made lazily.
+        if self._observed[1:]:
+            self._fit = fit_all(self._observed[1:])
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
+        if not self.engine.stop(timeout_s):
+            log.error("the engine did not stop within %.1f s", timeout_s)
+        self.pool.close()
+
+    def _observe(self, observation: StepObservation) -> None:
+        if self._calibrating:
+            self._observed.append(observation)
+            return
+        self._steps += 1
+        if self._steps % REFINE_EVERY == 0:
+            self._fit = self._fit.refine(observation)
+
+    def _run_steps(self, shapes: list[tuple[int, int]]) -> None:
+        slots = self.facts.layout.num_blocks[0] * self.facts.layout.groups[0].block_size
+        most = min(self.options.token_budget, slots)
+        for number, (num_tokens, num_seqs) in enumerate(shapes):
+            if num_tokens * num_seqs <= most and num_seqs <= self.options.max_num_seqs:
+                each = min(num_tokens, self.facts.max_positions)
+                sampling = SamplingParams(max_tokens=1)
+                self._run_to_end(
+                    [
+                        SequenceSpec(f"warm-{number}-{i}", (1,) * each, each, sampling, compute_only=True)
+                        for i in range(num_seqs)
+                    ]
+                )
+
+    def _run_to_end(self, specs: list[SequenceSpec]) -> None:
+        """Compute sequences in as few steps as possible and let go of them."""
+        waiting, failed, ended = {spec.seq_id for spec in specs}, list[str](), threading.Event()
+
+        def on_updates(updates: list[SequenceUpdate]) -> None:
+            for update in updates:
+                waiting.discard(update.seq_id)
+                if update.finish == "error":
+                    failed.append(update.detail)
+            if not waiting:
+                ended.set()
+
+        def reserve(batcher: Batcher) -> None:
+            for spec in specs:
+                batcher.reserve(spec)
+
+        def cancel(batcher: Batcher) -> None:
+            for spec in specs:
+                batcher.cancel(spec.seq_id)
+
+        self.on_updates = on_updates
+        try:
+            self.engine.call(reserve).result(WARM_TIMEOUT_S)
+            if not ended.wait(WARM_TIMEOUT_S) or failed:
+                raise Internal(f"the first steps failed: {', '.join(failed) or 'no answer'}")
+            self.engine.call(cancel).result(WARM_TIMEOUT_S)
+        finally:
+            self.on_updates = lambda updates: None
+
+
+class _ModelSteps:
+    """A model's runner, and the zeroing of blocks that goes with it."""
+
+    def __init__(self, run: Callable[[StepPlan], StepOutput], zero: Callable[[int, Iterable[int]], None]) -> None:
+        self._run = run
+        self._zero = zero
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        return self._run(plan)
+
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        for group, block_id in blocks:
+            self._zero(group, (block_id,))
+
+
+def fake_step_time(speed: float) -> StepTimeModel:
+    """The step-time model of fake workers, `speed` times as fast as the default."""
+    m = DEFAULT_MODEL
+    return StepTimeModel(m.base_s / speed, m.token_s / speed, m.sequence_s / speed, m.context_s / speed)
+
+
+def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
+    """Load everything; the engine's threads are not started yet. Blocks: seconds for a model.
+
+    Raises:
+        SettingsError: model, pool or folder can't be used, or exact mode can't be kept on this machine.
+    """
+    if options.fake:
+        from shared.engine.worker_fake import open_fake
+
+        return open_fake(options, worker)
+    return _open_real(options, worker)
+
+
+def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
+    import torch
+
+    from shared.engine.model_runner import ModelRunner
+    from shared.engine.numerics import numerics_id
+    from shared.engine.self_check import run_self_check
+    from shared.kv.layout import fingerprint
+    from shared.kv.pool import create_pool, sweep
+    from shared.model.config import layer_groups
+    from shared.model.decoder import load_decoder
+    from shared.model.weights import model_digest
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.kv_dir.exists():
+        for path in sweep(options.kv_dir):
+            log.warning("removed a pool file without an owner: %s", path.name)
+    model = load_decoder(options.model_dir, options.dtype, options.kernels)
+    if options.self_check:
+        run_self_check(model.config, model.dtype, model.kernels).require_exact()
+    groups = layer_groups(model.config, options.block_size, options.dtype)
+    num_blocks = options.pool_bytes // sum(g.span_bytes for g in groups)
+    if num_blocks < 2:
+        raise SettingsError(f"a KV pool of {options.pool_bytes} bytes holds no two blocks", param="pool_bytes")
+    layout = PoolLayout(groups, (num_blocks,) * len(groups))
+    digest, numerics = model_digest(options.model_dir), numerics_id(options.dtype, model.kernels)
+    facts = WorkerFacts(
+        layout=layout,
+        fingerprint=fingerprint(groups, digest, numerics),
+        numerics=numerics,
+        model_digest=digest,
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+        max_positions=model.config.max_positions,
+        fake=False,
+    )
+    pool = create_pool(options.kv_dir, worker, layout)
+    try:
+        return WorkerEngine(options, facts, pool, _ModelSteps(ModelRunner(model, pool).run, pool.zero_blocks))
+    except BaseException:
+        pool.close()
+        raise
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def boot_id() -> str:
+    """This boot of the machine: two processes with different ones share no memory."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{host_name()}-{os.getsid(0)}"
