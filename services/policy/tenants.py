@@ -1,0 +1,85 @@
+"""Who may use Baton: tenants and their API keys, as records. Knows keys by SHA-256 hash only."""
+
+from __future__ import annotations
+
+import hmac
+
+import msgspec
+
+from shared.contracts.errors import Unauthenticated
+from shared.contracts.grants import Limits
+from shared.contracts.ids import ScopeGeneration, TenantId
+from shared.contracts.messages import Identity
+
+HASH_BYTES = 32
+
+
+class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Limits set for one tenant; None = the installation's default, 0 = no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_context_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+
+class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tenant. `version` changes whenever anything about it does.
+
+    `models` empty = every model. `weight` is its share against other tenants.
+    """
+
+    id: TenantId
+    limits: OwnLimits = OwnLimits()
+    models: tuple[str, ...] = ()
+    klass: str = "interactive"
+    weight: float = 1.0
+    retention_s: int = -1
+    default_max_tokens: int | None = None
+    generation: ScopeGeneration = ScopeGeneration(1)
+    version: int = 0
+
+
+class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One API key. `hash` is the hex SHA-256 of the key; the key itself is nowhere."""
+
+    id: str
+    tenant: TenantId
+    hash: str
+    admin: bool = False
+    revoked: bool = False
+
+
+def effective_limits(own: OwnLimits, defaults: Limits) -> Limits:
+    """A tenant's limits, with the installation's defaults where it has none of its own."""
+    return Limits(
+        **{
+            name: getattr(defaults, name) if getattr(own, name) is None else getattr(own, name)
+            for name in OwnLimits.__struct_fields__
+        }
+    )
+
+
+def check_key(key_hash: bytes, key: KeyRecord | None) -> KeyRecord:
+    """The record, if it is the live record of exactly this hash. Raises Unauthenticated, alike for every reason.
+
+    The lookup that found `key` went by hash, whose timing tells nothing about keys of 128 random bits; the comparison
+    here takes the same time wherever two hashes differ.
+    """
+    found = "" if key is None else key.hash
+    same = hmac.compare_digest(key_hash.hex(), found)
+    if key is None or not same or key.revoked or len(key_hash) != HASH_BYTES:
+        raise Unauthenticated("the API key is not valid")
+    return key
+
+
+def identity(tenant: TenantRecord, key: KeyRecord, defaults: Limits, default_max_tokens: int) -> Identity:
+    """What the gateway may know about a key's owner."""
+    return Identity(
+        tenant=tenant.id,
+        key_id=key.id,
+        admin=key.admin,
+        default_max_tokens=default_max_tokens if tenant.default_max_tokens is None else tenant.default_max_tokens,
+        limits=effective_limits(tenant.limits, defaults),
+        version=tenant.version,
+    )
