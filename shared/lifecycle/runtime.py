@@ -1,0 +1,106 @@
+"""What every service's `__main__.py` needs: settings, logs, the bus, a stop event, one exit stack.
+
+    async def main(runtime: Runtime) -> None:
+        policy = await runtime.stack.enter_async_context(Policy(runtime.bus, runtime.settings.policy))
+        await runtime.bus.serve(subjects.POLICY_ADMIT, Admit, policy.admit, queue="policy")
+        runtime.ready()
+        await runtime.stop.wait()
+
+    if __name__ == "__main__":
+        run_service("policy", main)
+
+Leaving `main` unwinds the stack in reverse: what was entered last stops first, and the bus drains after all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from shared.bus.nats_bus import NatsBus, connect_bus
+from shared.contracts.errors import BatonError, SettingsError
+from shared.lifecycle.logs import set_up_logs
+from shared.lifecycle.ready import report_ready
+from shared.lifecycle.stop import stop_on_signals
+from shared.settings.load import load_settings, settings_file
+from shared.settings.sections import Settings
+from shared.store.secrets import read_secret, read_secret_text, secret_path
+
+log = logging.getLogger("baton.lifecycle")
+
+NATS_PASSWORD_VARIABLE = "BATON_NATS_PASSWORD_FILE"
+EXIT_FAILED, EXIT_SETTINGS = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """One service's surroundings while it runs.
+
+    `service` is the name of the NATS user and of `service.name` (with hyphens). `stop` is set by SIGTERM, SIGINT, or
+    when the bus gives up. What `main` enters into `stack` is left before the bus closes.
+    """
+
+    service: str
+    settings: Settings
+    bus: NatsBus
+    stop: asyncio.Event
+    stack: AsyncExitStack
+    env: Mapping[str, str]
+
+    def ready(self, **facts: Any) -> None:
+        """Tell whoever started this process that it is ready; `facts` such as `port=8080` go along."""
+        log.info("ready%s", "".join(f" {name}={value}" for name, value in facts.items()))
+        report_ready(self.env, **facts)
+
+    def secret(self, variable: str) -> bytes:
+        """The secret in the file an environment variable names. Raises SettingsError."""
+        return read_secret(secret_path(self.env, variable))
+
+    def secret_text(self, variable: str) -> str:
+        """As `secret`, as one line of text; empty when the variable is not set."""
+        return read_secret_text(secret_path(self.env, variable)) if self.env.get(variable) else ""
+
+
+@asynccontextmanager
+async def service_runtime(service: str, env: Mapping[str, str] | None = None) -> AsyncIterator[Runtime]:
+    """Settings, logs, signals and the bus of one service. Raises SettingsError, Unavailable, Forbidden."""
+    env = dict(os.environ) if env is None else env
+    settings = load_settings(env=env, file=settings_file(env)).settings
+    set_up_logs(service, settings.log.format, settings.log.level)
+    if not settings.bus.nats_url:
+        raise SettingsError("NATS_URL is not set; a service needs the address of a NATS server", param="NATS_URL")
+    stop = stop_on_signals()
+    password = ""
+    if env.get(NATS_PASSWORD_VARIABLE):
+        password = read_secret_text(Path(env[NATS_PASSWORD_VARIABLE]))
+    async with AsyncExitStack() as outer:
+        bus = await outer.enter_async_context(connect_bus(settings.bus.nats_url, service, password=password, lost=stop))
+        stack = await outer.enter_async_context(AsyncExitStack())
+        yield Runtime(service, settings, bus, stop, stack, env)
+        log.info("stopping")
+
+
+def run_service(service: str, main: Callable[[Runtime], Awaitable[None]]) -> None:
+    """Run `main` to its end on uvloop and exit: 0 after a stop, 2 for a wrong setting, 1 for another failure."""
+
+    async def whole() -> None:
+        async with service_runtime(service) as runtime:
+            await main(runtime)
+
+    try:
+        uvloop.run(whole())
+    except BatonError as exc:
+        print(f"{service}: {exc.message}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_SETTINGS if isinstance(exc, SettingsError) else EXIT_FAILED)
+    except Exception:
+        logging.getLogger("baton.lifecycle").exception("%s failed", service)
+        sys.exit(EXIT_FAILED)

@@ -1,0 +1,124 @@
+"""Every setting of Baton, in one place: sections of `baton.toml`, each field with its unit and default.
+
+One frozen object holds them all; a service reads the sections it needs. Secrets never stand here: see
+`shared/store/secrets.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A table of `baton.toml`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GatewaySettings(Section):
+    """The HTTP door."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8080, ge=0, le=65535, description="TCP port; 0 takes a free one")
+    max_body_bytes: int = Field(16 * 1024 * 1024, gt=0, description="largest request body, bytes")
+    shutdown_s: float = Field(10.0, ge=0, description="how long streams may finish when the gateway stops, seconds")
+
+
+class ModelSettings(Section):
+    """What is served."""
+
+    path: str = Field("", description="folder with config.json, safetensors and tokenizer.json; empty: default model")
+    name: str = Field("smollm2-135m-instruct", min_length=1, description="name clients ask for")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="weights and KV")
+    pool: str = Field(
+        "default", pattern=r"^[a-z0-9-]{1,40}$", description="model pool: part of the scheduler's subjects"
+    )
+
+
+class KvSettings(Section):
+    """KV cache blocks."""
+
+    block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
+    pool_bytes: int = Field(0, ge=0, description="size of each worker's pool, bytes; 0 derives it from free memory")
+    dir: str = Field("", description="folder of the pool files, best on tmpfs; empty: a private one in /dev/shm")
+
+
+class EngineSettings(Section):
+    """One worker's step loop."""
+
+    token_budget: int = Field(512, ge=1, description="most tokens in one step of a decode worker")
+    prefill_token_budget: int = Field(1024, ge=1, description="most tokens in one step of a prefill worker")
+    max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")
+    depth: int = Field(1, ge=0, le=1, description="steps planned ahead of the one in flight")
+    threads: int = Field(0, ge=0, description="compute threads of a worker; 0 shares the cores among the workers")
+
+
+class SchedulerSettings(Section):
+    """Queueing and placement."""
+
+    max_queued: int = Field(1024, ge=1, description="most requests waiting; the next is refused")
+    slo_ttft_s: float = Field(60.0, gt=0, description="predicted time to first token above this is refused, seconds")
+    beat_s: float = Field(1.0, gt=0, description="interval of beats, seconds")
+    worker_timeout_s: float = Field(10.0, gt=0, description="silence after which a worker counts as lost, seconds")
+    lease_s: float = Field(5.0, ge=1, description="leader's lease, seconds")
+
+
+class PolicySettings(Section):
+    """Defaults of tenants without limits of their own; 0 = no limit."""
+
+    requests_per_minute: int = Field(0, ge=0, description="requests a tenant may start in a minute")
+    tokens_per_minute: int = Field(0, ge=0, description="prompt and output tokens a tenant may use in a minute")
+    default_max_tokens: int = Field(1024, ge=1, description="output tokens when a request names no max_tokens")
+
+
+class BusSettings(Section):
+    """NATS."""
+
+    nats_url: str = Field("", description="nats://host:port of a running server; empty: `./baton up` starts one")
+
+
+class StoreSettings(Section):
+    """Redis."""
+
+    redis_url: str = Field("", description="redis://host:port/db of a running server; empty: `./baton up` starts one")
+
+
+class WorkersSettings(Section):
+    """The workers `./baton up` starts."""
+
+    fake: bool = Field(False, description="workers that make up tokens, for trying the system without a model")
+    prefill: int = Field(1, ge=0, le=64, description="number of prefill workers")
+    decode: int = Field(1, ge=1, le=64, description="number of decode workers")
+
+
+class LogSettings(Section):
+    """Logs of every service."""
+
+    format: Literal["plain", "json"] = Field("plain", description="plain lines for people, or JSON lines")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity written")
+
+
+class Settings(BaseModel):
+    """All sections."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gateway: GatewaySettings = GatewaySettings()
+    model: ModelSettings = ModelSettings()
+    kv: KvSettings = KvSettings()
+    engine: EngineSettings = EngineSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    policy: PolicySettings = PolicySettings()
+    bus: BusSettings = BusSettings()
+    store: StoreSettings = StoreSettings()
+    workers: WorkersSettings = WorkersSettings()
+    log: LogSettings = LogSettings()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Settings.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}

@@ -1,0 +1,110 @@
+"""Redis as services see it: a small async client whose failures are Baton errors.
+
+Fail closed: no reply, no connection and a full server all become Unavailable, with a time to come back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError
+
+from shared.contracts.errors import SettingsError, Unavailable
+
+CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 5.0
+RETRY_AFTER_S = 2.0
+
+
+class RedisStore:
+    """Commands, scripts and pipelines on one pool of connections. Replies are bytes, as Redis sends them."""
+
+    # redis-py types its commands for both the sync and the async client; here every call is awaited.
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def execute(self, *command: str | bytes | int | float) -> Any:
+        """Run one command, such as `execute("HGET", key, field)`. Raises Unavailable."""
+        with redis_errors():
+            return await self._client.execute_command(*command)
+
+    async def script(self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
+        """Run a Lua script, atomically, by its digest; the source is sent only when the server lacks it."""
+        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+        rest = (len(keys), *keys, *arguments)
+        with redis_errors():
+            try:
+                return await self._client.execute_command("EVALSHA", digest, *rest)
+            except NoScriptError:
+                return await self._client.execute_command("EVAL", source, *rest)
+
+    async def transaction(self, commands: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
+        """Run several commands in one MULTI/EXEC round trip; their replies in order. Raises Unavailable."""
+        with redis_errors():
+            async with self._client.pipeline(transaction=True) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                replies: list[Any] = await pipeline.execute()
+                return replies
+
+    async def scan(self, pattern: str) -> AsyncIterator[bytes]:
+        """Keys that match a glob pattern, in no order; a key may come twice."""
+        cursor: int | bytes = 0
+        while True:
+            cursor, keys = await self.execute("SCAN", cursor, "MATCH", pattern, "COUNT", 500)
+            for key in keys:
+                yield key
+            if int(cursor) == 0:
+                return
+
+    async def now_s(self) -> float:
+        """Redis' own clock in unix seconds: the one clock of ledger windows."""
+        seconds, microseconds = await self.execute("TIME")
+        return int(seconds) + int(microseconds) / 1e6
+
+
+@asynccontextmanager
+async def connect_redis(redis_url: str, *, password: str = "") -> AsyncIterator[RedisStore]:
+    """Connect, check that Redis answers, and close on leaving.
+
+    Args:
+        redis_url: `redis://host:port/db`; a password inside it wins over `password`.
+        password: empty connects without one.
+
+    Raises SettingsError for a wrong URL or password, Unavailable when nobody answers.
+    """
+    credentials: dict[str, Any] = {"password": password} if password and "@" not in redis_url else {}
+    try:
+        client: Any = redis.asyncio.Redis.from_url(
+            redis_url,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=REPLY_TIMEOUT_S,
+            health_check_interval=15,
+            **credentials,
+        )
+    except ValueError as exc:
+        raise SettingsError(f"REDIS_URL: {exc}", param="REDIS_URL") from exc
+    try:
+        try:
+            with redis_errors():
+                await client.ping()
+        except Unavailable as exc:
+            if isinstance(exc.__cause__, AuthenticationError):
+                raise SettingsError("Redis refuses the password", param="REDIS_URL") from exc
+            raise
+        yield RedisStore(client)
+    finally:
+        await client.aclose()
+
+
+@contextmanager
+def redis_errors() -> Iterator[None]:
+    """Map what redis-py raises to Unavailable."""
+    try:
+        yield
+    except (RedisError, OSError) as exc:
+        raise Unavailable(f"redis: {exc}", param="redis", retry_after_s=RETRY_AFTER_S) from exc
