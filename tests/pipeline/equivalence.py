@@ -1,0 +1,350 @@
+"""The equivalence matrix: one workload run in every way the engine can run it, and the bits of every logits row.
+
+    company   alone: one sequence after the other     batched: 16 at once, of mixed lengths
+    cache     cold: nothing is held                   warm: every full block of every prompt is held and tagged
+    chunk     16 or 512: most tokens of one sequence in a step
+    path      local                                   handed_off: a second pool computes all but the last prompt token
+    depth     0 or 1: steps planned while one is in flight
+
+Uses the real batcher, pools and model runner in one process. Pools are filled with NaN first, so that a slot read
+before it is written shows. Rows are kept as XXH3-128 digests of their float32 bytes: equal digests mean equal bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from shared.contracts.attempt import Attempt
+from shared.contracts.ids import BlockTag, Dispatch, Epoch, RequestId, TenantId, WorkerId
+from shared.contracts.sampling import SamplingParams
+from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.engine import Engine
+from shared.engine.model_runner import ModelRunner
+from shared.engine.sequence import SequenceSpec, SequenceUpdate
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.kv.block_table import BlockTable
+from shared.kv.digest import span_digest
+from shared.kv.layout import PoolLayout
+from shared.kv.pool import Pool, create_pool
+from shared.model.config import layer_groups
+from shared.model.decoder import Decoder
+
+BLOCK_SIZE = 32
+BATCH = 16
+TOKEN_BUDGET = 512
+_SPARE_BLOCKS = 40
+
+Rows = dict[tuple[int, int], bytes]
+"""(prompt, absolute position of the row) → digest of its logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One way to run the workload."""
+
+    company: str  # alone | batched
+    cache: str  # cold | warm
+    chunk: int  # 16 | 512
+    path: str  # local | handed_off
+    depth: int  # 0 | 1
+
+    def __str__(self) -> str:
+        return f"{self.company}-{self.cache}-{self.chunk}-{self.path}-{self.depth}"
+
+
+ORACLE = Cell("alone", "cold", 512, "local", 0)
+ALL = tuple(
+    itertools.starmap(
+        Cell, itertools.product(("alone", "batched"), ("cold", "warm"), (512, 16), ("local", "handed_off"), (0, 1))
+    )
+)
+PAIRWISE = (
+    Cell("alone", "warm", 16, "handed_off", 1),
+    Cell("batched", "cold", 16, "local", 1),
+    Cell("batched", "warm", 512, "local", 0),
+    Cell("batched", "cold", 512, "handed_off", 1),
+    Cell("alone", "cold", 16, "handed_off", 0),
+    Cell("alone", "warm", 512, "local", 1),
+    Cell("batched", "warm", 16, "handed_off", 0),
+)
+"""With the oracle: every pair of values of two columns occurs together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class CellResult:
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # prompt → sampled tokens
+    rows: Rows = field(default_factory=dict)
+    computed_tokens: int = 0  # positions given to the measured sequences' steps, without the other pool's
+    cached_tokens: int = 0
+    received_tokens: int = 0
+    steps: int = 0
+    widest_step: int = 0  # most sequences in one step
+
+
+def make_prompts(lengths: Sequence[int], vocab_size: int, max_tokens: int, seed: int = 0) -> list[Prompt]:
+    """Random prompts of these lengths; greedy, plain, top-p and top-k sampling in turn."""
+    rng = np.random.default_rng(seed)
+    kinds = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 40})
+    return [
+        Prompt(
+            tuple(int(t) for t in rng.integers(3, vocab_size, length)),
+            SamplingParams(max_tokens=max_tokens, seed=1000 + i, ignore_eos=True, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def tags_of(token_ids: Sequence[int]) -> tuple[BlockTag, ...]:
+    """Stand-ins for the keyed tags of the full blocks of a prompt."""
+    ends = range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE)
+    return tuple(BlockTag(xxhash.xxh3_128(np.array(token_ids[:end], np.int64).tobytes()).digest()) for end in ends)
+
+
+class Worker:
+    """One pool with its batcher and runner, and the loop that the engine's two threads amount to."""
+
+    def __init__(self, model: Decoder, pool: Pool, config: BatcherConfig, *, every_row: bool) -> None:
+        self.pool = pool
+        self.batcher = Batcher(pool.layout, config)
+        self.result = CellResult()
+        self._runner = ModelRunner(model, pool, self._record)
+        self._every_row = every_row
+
+    def drain(self) -> list[SequenceUpdate]:
+        """Keep depth + 1 steps in flight until nothing runs."""
+        updates = self.batcher.take_updates()
+        flying: list[StepPlan] = []
+        while True:
+            self._zero()
+            while (plan := self.batcher.plan()) is not None:
+                flying.append(plan)
+            if not flying:
+                self.batcher.check()
+                return updates
+            updates += self.batcher.commit(self.run(flying.pop(0)))
+
+    def tag(self, updates: Sequence[SequenceUpdate], prompts: dict[str, Prompt]) -> None:
+        """Make the completed blocks of prompts findable."""
+        for update in updates:
+            tags = tags_of(prompts[update.seq_id].token_ids)
+            for block in update.completed[0]:
+                if block.position < len(tags):
+                    self.batcher.tag(0, block.block_id, block.generation, tags[block.position], block.token_ids)
+
+    def _zero(self) -> None:
+        blocks = self.batcher.take_blocks_to_zero()
+        self.zero_blocks(blocks)
+        self.batcher.zeroed(blocks)
+
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        for group, block_id in blocks:
+            self.pool.zero_blocks(group, [block_id])
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """One step, every logits row recorded on the way."""
+        self.result.steps += 1
+        self.result.widest_step = max(self.result.widest_step, len(plan.sequences))
+        if not self._every_row:
+            return self._runner.run(plan)
+        # logits of every position; the batcher asked for the last one's tokens only
+        wide = replace(plan, sequences=tuple(replace(row, num_logits=len(row.token_ids)) for row in plan.sequences))
+        output = self._runner.run(wide)
+        return replace(output, sampled=tuple(tokens[-1:] for tokens in output.sampled))
+
+    def _record(self, seq_id: str, position: int, logits: Tensor) -> None:
+        kind, _, number = seq_id.partition("-")
+        if kind != "run":
+            return
+        assert logits.dtype == torch.float32
+        assert bool(torch.isfinite(logits).all()), f"{seq_id} at {position}: a logit is not finite"
+        key = (int(number), position)
+        assert key not in self.result.rows, f"{seq_id}: position {position} was computed twice"
+        self.result.rows[key] = xxhash.xxh3_128(logits.contiguous().numpy()).digest()
+
+
+def run_cell(
+    cell: Cell, model: Decoder, dtype: str, prompts: Sequence[Prompt], folder: Path, *, every_row: bool = True
+) -> CellResult:
+    """Run the workload one way.
+
+    Args:
+        dtype: of the KV, which is the model's.
+        folder: where the pool files go; both are removed again.
+        every_row: record the logits of prompt positions too, not only of those sampled from.
+    """
+    groups = BATCH if cell.company == "batched" else 1
+    with contextlib.ExitStack() as stack:
+        decode = stack.enter_context(_worker("decode", cell, model, dtype, prompts, folder, every_row))
+        prefill = None
+        if cell.path == "handed_off":
+            prefill = stack.enter_context(_worker("prefill", cell, model, dtype, prompts, folder, every_row))
+        if cell.cache == "warm":
+            for worker in (decode, prefill):
+                if worker is not None:
+                    _warm(worker, prompts)
+        for first in range(0, len(prompts), groups):
+            _run_group(cell, dict(list(enumerate(prompts))[first : first + groups]), decode, prefill)
+        for worker in (decode, prefill):
+            if worker is not None:
+                assert worker.batcher.is_idle
+                worker.batcher.check()
+        if prefill is not None:
+            # rows the other pool computed stand in the same table: together they cover the same positions
+            decode.result.rows |= prefill.result.rows
+        return decode.result
+
+
+def run_engine(model: Decoder, dtype: str, prompts: Sequence[Prompt], folder: Path) -> dict[int, list[int]]:
+    """Tokens of the batched, cold, local cell at depth 1, by the engine's own threads."""
+    tokens: dict[int, list[int]] = {}
+    left = threading.Semaphore(0)
+
+    def take(updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            tokens.setdefault(int(update.seq_id.partition("-")[2]), []).extend(update.token_ids)
+            if update.finish:
+                left.release()
+
+    cell = Cell("batched", "cold", 512, "local", 1)
+    with _worker("engine", cell, model, dtype, prompts, folder, every_row=False) as worker:
+        engine = Engine(worker.batcher, worker, take)
+        engine.start()
+        for i, prompt in enumerate(prompts):
+            spec = _spec(f"run-{i}", prompt, cell)
+            engine.call(lambda batcher, spec=spec: batcher.reserve(spec)).result(60)  # type: ignore[misc]
+        ended = all(left.acquire(timeout=60) for _ in prompts)
+        assert engine.stop(60)
+        assert ended
+        assert worker.batcher.is_idle
+    return tokens
+
+
+def differences(result: CellResult, oracle: CellResult) -> list[str]:
+    """What differs, in words; empty when all tokens and all rows that the cell computed are equal."""
+    found = [f"prompt {i}: tokens differ" for i in oracle.tokens if result.tokens.get(i) != oracle.tokens[i]]
+    wrong = [key for key, digest in sorted(result.rows.items()) if oracle.rows.get(key) != digest]
+    if wrong:
+        prompt, position = wrong[0]
+        found.append(f"{len(wrong)} of {len(result.rows)} rows differ, first at prompt {prompt} position {position}")
+    return found
+
+
+def sampled_rows(prompts: Sequence[Prompt]) -> set[tuple[int, int]]:
+    """(prompt, position) of every row that is sampled from: the least that a cell must have computed."""
+    return {
+        (i, len(prompt.token_ids) - 1 + k)
+        for i, prompt in enumerate(prompts)
+        for k in range(prompt.sampling.max_tokens)
+    }
+
+
+def _run_group(cell: Cell, prompts: dict[int, Prompt], decode: Worker, prefill: Worker | None) -> None:
+    tables: dict[int, BlockTable] = {}
+    for i, prompt in prompts.items():
+        handed_off = prefill is not None and len(prompt.token_ids) > 1
+        tables[i] = decode.batcher.reserve(_spec(f"run-{i}", prompt, cell, await_kv=handed_off)).tables[0]
+    if prefill is not None:
+        hand_off(cell, prompts, prefill, decode, tables)
+    for update in decode.drain():
+        number = int(update.seq_id.partition("-")[2])
+        tokens = decode.result.tokens.setdefault(number, [])
+        assert update.first_seq == len(tokens)
+        tokens.extend(update.token_ids)
+        if update.totals is not None:
+            assert update.finish == "length"
+            decode.result.computed_tokens += update.totals.computed_tokens
+            decode.result.cached_tokens += update.totals.cached_tokens
+            decode.result.received_tokens += update.totals.received_tokens
+
+
+def hand_off(
+    cell: Cell, prompts: dict[int, Prompt], prefill: Worker, decode: Worker, targets: dict[int, BlockTable]
+) -> None:
+    """Compute every prompt without its last token in one pool, and copy the spans the other one lacks."""
+    # seen from the decode pool, a prompt of n tokens: [0, hit) is shared there, [hit, n - 1) pulled, n - 1 computed
+    sources: dict[int, BlockTable] = {}
+    for i, prompt in prompts.items():
+        if len(prompt.token_ids) > 1:
+            kv = replace(prompt, token_ids=prompt.token_ids[:-1])
+            sources[i] = prefill.batcher.reserve(_spec(f"run-{i}", kv, cell, compute_only=True)).tables[0]
+    for update in prefill.drain():
+        assert update.finish in ("", "computed")
+    for i, source in sources.items():
+        seq_id, num_tokens = f"run-{i}", len(prompts[i].token_ids) - 1
+        target = targets[i]
+        attempt = Attempt(RequestId(seq_id), Epoch(1), Dispatch(1))
+        valid = num_tokens % BLOCK_SIZE
+        if valid and len(source) > source.num_shared:
+            assert not prefill.pool.views()[0][source.block_ids[-1], :, :, :, valid:].any(), "a tail is not zeroed"
+        for position in range(target.num_shared, len(source)):
+            generation = source.generations[position]
+            here, there = (
+                decode.pool.span(0, target.block_ids[position]),
+                prefill.pool.span(0, source.block_ids[position]),
+            )
+            committed = span_digest(there, attempt, 0, generation, position)
+            here[:] = there
+            assert span_digest(here, attempt, 0, generation, position) == committed
+        assert prefill.batcher.unpin(seq_id)
+        decode.batcher.kv_received(seq_id, num_tokens)
+        decode.batcher.release(seq_id)
+
+
+def _warm(worker: Worker, prompts: Sequence[Prompt]) -> None:
+    """Compute and tag every prompt, then let go of it."""
+    for first in range(0, len(prompts), BATCH):
+        named = {f"warm-{i}": prompt for i, prompt in list(enumerate(prompts))[first : first + BATCH]}
+        for seq_id, prompt in named.items():
+            worker.batcher.reserve(_spec(seq_id, prompt, ORACLE, compute_only=True))
+        worker.tag(worker.drain(), named)
+        for seq_id in named:
+            assert worker.batcher.unpin(seq_id)
+    worker.result = CellResult()
+
+
+def _spec(
+    seq_id: str, prompt: Prompt, cell: Cell, *, compute_only: bool = False, await_kv: bool = False
+) -> SequenceSpec:
+    return SequenceSpec(
+        seq_id=seq_id,
+        token_ids=prompt.token_ids,
+        num_prompt_tokens=len(prompt.token_ids),
+        sampling=prompt.sampling,
+        tags=(tags_of(prompt.token_ids),) if cell.cache == "warm" else (),
+        tenant=TenantId(f"tenant-{prompt.sampling.seed % 3}"),
+        compute_only=compute_only,
+        await_kv=await_kv,
+    )
+
+
+@contextlib.contextmanager
+def _worker(
+    name: str, cell: Cell, model: Decoder, dtype: str, prompts: Sequence[Prompt], folder: Path, every_row: bool
+) -> Iterator[Worker]:
+    slots = [len(prompt.token_ids) + prompt.sampling.max_tokens for prompt in prompts]
+    held = sum(sorted(-(-count // BLOCK_SIZE) for count in slots)[-BATCH:])
+    cached = sum(len(prompt.token_ids) // BLOCK_SIZE for prompt in prompts)
+    layout = PoolLayout(layer_groups(model.config, BLOCK_SIZE, dtype), (held + cached + _SPARE_BLOCKS,))
+    config = BatcherConfig(
+        token_budget=TOKEN_BUDGET, max_num_seqs=BATCH, chunk_size=cell.chunk, depth=cell.depth, quantum=24
+    )
+    with create_pool(folder, WorkerId(name), layout) as pool:
+        for view in pool.views():
+            view.fill_(float("nan"))
+        yield Worker(model, pool, config, every_row=every_row)

@@ -1,0 +1,217 @@
+"""Bitwise equal logits however a request is run. See docs/equivalence.md."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.engine.numerics import numerics_id
+from shared.model.decoder import Decoder, load_decoder
+from shared.model.weights import model_digest
+from tests.pipeline import equivalence
+from tests.pipeline.equivalence import (
+    ALL,
+    ORACLE,
+    PAIRWISE,
+    Cell,
+    CellResult,
+    Prompt,
+    differences,
+    make_prompts,
+    run_cell,
+    run_engine,
+    sampled_rows,
+)
+from tests.tiny_models import make_tiny_model
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "equivalence"
+# around every boundary there is: blocks of 32, tiles of 64, splits and chunks of 512
+TINY_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 129, 200, 385, 514)
+MODEL_LENGTHS = (1, 33, 64, 97, 128, 160, 17, 200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check_cell(cell: Cell, result: CellResult, oracle: CellResult, prompts: list[Prompt]) -> None:
+    assert differences(result, oracle) == []
+    assert sampled_rows(prompts) <= result.rows.keys()
+    # the cell must really have been what it says
+    whole = sum(len(p.token_ids) + p.sampling.max_tokens - 1 for p in prompts)
+    assert result.computed_tokens + result.cached_tokens + result.received_tokens == whole
+    expected_cached = sum((len(p.token_ids) - 1) // 32 * 32 for p in prompts) if cell.cache == "warm" else 0
+    assert result.cached_tokens == expected_cached
+    assert (result.received_tokens > 0) == (cell.path == "handed_off")
+    assert (result.widest_step > 1) == (cell.company == "batched")
+
+
+# ------------------------------------------------------------------------------------------ tiny model, every cell
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, str]:
+    dtype = str(request.param)
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype=getattr(torch, dtype))
+    return load_decoder(folder, dtype), dtype
+
+
+@pytest.fixture(scope="module")
+def tiny_prompts() -> list[Prompt]:
+    return make_prompts(TINY_LENGTHS, 320, max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def tiny_oracle(
+    tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+) -> CellResult:
+    return run_cell(ORACLE, *tiny, tiny_prompts, tmp_path_factory.mktemp("kv"))
+
+
+@pytest.mark.parametrize("cell", ALL, ids=str)
+def test_tiny(
+    cell: Cell, tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
+) -> None:
+    check_cell(cell, run_cell(cell, *tiny, tiny_prompts, tmp_path), tiny_oracle, tiny_prompts)
+
+
+def test_rows_are_equal_exactly_where_the_text_is(tiny_prompts: list[Prompt], tiny_oracle: CellResult) -> None:
+    # were the digests blind to a difference, this would show it
+    prefixes: dict[bytes, set[tuple[int, ...]]] = {}
+    for (i, position), digest in tiny_oracle.rows.items():
+        text = (*tiny_prompts[i].token_ids, *tiny_oracle.tokens[i])[: position + 1]
+        prefixes.setdefault(digest, set()).add(text)
+    assert all(len(texts) == 1 for texts in prefixes.values())
+    assert len({text for texts in prefixes.values() for text in texts}) == len(prefixes)
+
+
+def test_the_threads_give_the_oracle_s_tokens(
+    tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
+) -> None:
+    tokens = run_engine(*tiny, tiny_prompts, tmp_path)
+    assert tokens == tiny_oracle.tokens
+
+
+def test_one_flipped_bit_of_kv_is_seen_and_stays_in_its_sequence(
+    tiny: tuple[Decoder, str],
+    tiny_prompts: list[Prompt],
+    tiny_oracle: CellResult,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # mutation: one bit of one key of prompt 8 flips after it was handed over
+    sound = equivalence.hand_off
+
+    def flip(cell: Cell, prompts: Any, prefill: Any, decode: Any, targets: Any) -> None:
+        sound(cell, prompts, prefill, decode, targets)
+        span = decode.pool.span(0, targets[8].block_ids[0])
+        span[2 if tiny[1] == "float32" else 0] ^= 0x40  # the highest bit of the mantissa
+
+    monkeypatch.setattr(equivalence, "hand_off", flip)
+    result = run_cell(Cell("batched", "cold", 512, "handed_off", 0), *tiny, tiny_prompts, tmp_path)
+    assert differences(result, tiny_oracle) != []
+    assert {key[0] for key, digest in result.rows.items() if tiny_oracle.rows.get(key) != digest} == {8}
+
+
+def test_pairwise_covers_every_pair() -> None:
+    def pairs(cells: tuple[Cell, ...]) -> set[tuple[object, ...]]:
+        values = [(c.company, c.cache, c.chunk, c.path, c.depth) for c in cells]
+        return {(i, v[i], j, v[j]) for v in values for i, j in itertools.combinations(range(5), 2)}
+
+    assert pairs((ORACLE, *PAIRWISE)) == pairs(ALL)
+
+
+# ------------------------------------------------------------------------------------------ default model
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+def test_default_model_pairwise(default_model_dir: Path, tmp_path: Path) -> None:
+    model = load_decoder(default_model_dir, "bfloat16")
+    prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32)
+    oracle = run_cell(ORACLE, model, "bfloat16", prompts, tmp_path, every_row=False)
+    for cell in PAIRWISE:
+        result = run_cell(cell, model, "bfloat16", prompts, tmp_path, every_row=False)
+        check_cell(cell, result, oracle, prompts)
+
+
+@pytest.mark.long
+@pytest.mark.model
+@pytest.mark.timeout(4 * 3600)
+def test_default_model_every_cell(default_model_dir: Path, tmp_path: Path) -> None:
+    """50 prompts x 64 tokens in every cell; about an hour on one core. Writes what docs/equivalence.md shows."""
+    # the covering subset first: a run cut short has then seen every pair
+    report_matrix(default_model_dir, 50, 64, tuple(dict.fromkeys((*PAIRWISE, *ALL))), tmp_path, RESULTS)
+
+
+def report_matrix(folder: Path, count: int, max_tokens: int, cells: tuple[Cell, ...], pools: Path, out: Path) -> None:
+    """Run `cells` on a model folder, write `matrix.json` and `matrix.txt` under `out`; fails if a bit differs."""
+    model = load_decoder(folder, "bfloat16")
+    lengths = [1 + (i * 37) % 250 for i in range(count)]
+    prompts = make_prompts(lengths, model.config.vocab_size, max_tokens)
+    oracle: CellResult | None = None
+    records = []
+    for cell in (ORACLE, *(c for c in cells if c != ORACLE)):
+        started = time.perf_counter()
+        result = run_cell(cell, model, "bfloat16", prompts, pools, every_row=False)
+        oracle = oracle or result
+        records.append(
+            {
+                "cell": str(cell),
+                "rows_compared": len(result.rows),
+                "differences": differences(result, oracle),
+                "tokens": sum(len(tokens) for tokens in result.tokens.values()),
+                "computed_tokens": result.computed_tokens,
+                "cached_tokens": result.cached_tokens,
+                "received_tokens": result.received_tokens,
+                "steps": result.steps,
+                "widest_step": result.widest_step,
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+        )
+        check_cell(cell, result, oracle, prompts)
+        # after each cell, so that a run cut short leaves what it found
+        write_report(out, folder, model, count, max_tokens, len(cells), records)
+
+
+def write_report(
+    out: Path,
+    folder: Path,
+    model: Decoder,
+    count: int,
+    max_tokens: int,
+    num_cells: int,
+    records: list[dict[str, object]],
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "model": folder.name,
+        "model_digest": model_digest(folder),
+        "numerics": numerics_id("bfloat16", model.kernels),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "prompts": count,
+        "tokens_each": max_tokens,
+        "cells_planned": num_cells,
+        "cells": records,
+    }
+    (out / "matrix.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    lines = [
+        f"{r['cell']:32} {r['rows_compared']:>6} rows  {'equal' if not r['differences'] else 'DIFFERENT'}"
+        for r in records
+    ]
+    head = f"{folder.name}, {count} prompts x {max_tokens} tokens, {report['numerics']}"
+    foot = f"{len(records)} of {num_cells} cells run"
+    (out / "matrix.txt").write_text("\n".join([head, *lines, foot]) + "\n", encoding="utf-8")
