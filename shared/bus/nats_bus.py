@@ -270,7 +270,7 @@ async def connect_bus(
     async def on_error(exc: Exception) -> None:
         if isinstance(exc, nats.errors.SlowConsumerError):
             stats.slow_consumer += 1
-        if isinstance(exc, nats.errors.AuthorizationError):
+        if isinstance(exc, nats.errors.AuthorizationError) or "authorization violation" in str(exc).lower():
             forbidden.set()
         if subject := _refused_subscription(str(exc)):
             refused.add(subject)

@@ -11,7 +11,7 @@ import time
 class PlainFormatter(logging.Formatter):
     """`12:03:04.123 INFO  policy baton.bus: message`, UTC."""
 
-    converter = staticmethod(time.gmtime)  # type: ignore[assignment]
+    converter = staticmethod(time.gmtime)
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {service} %(name)s: %(message)s", "%H:%M:%S")
