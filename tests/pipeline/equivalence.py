@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,8 +83,14 @@ PAIRWISE = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    token_ids: tuple[int, ...]
+    text: tuple[int, ...]
     sampling: SamplingParams
+    committed: tuple[int, ...] = ()  # output tokens of an earlier attempt, on resume
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What a worker is given."""
+        return self.text + self.committed
 
 
 @dataclass(slots=True)
@@ -100,11 +107,16 @@ class CellResult:
 def make_prompts(lengths: Sequence[int], vocab_size: int, max_tokens: int, seed: int = 0) -> list[Prompt]:
     """Random prompts of these lengths; greedy, plain, top-p and top-k sampling in turn."""
     rng = np.random.default_rng(seed)
-    kinds = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 40})
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"top_k": 40},
+    )
     return [
         Prompt(
             tuple(int(t) for t in rng.integers(3, vocab_size, length)),
-            SamplingParams(max_tokens=max_tokens, seed=1000 + i, ignore_eos=True, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
+            SamplingParams(max_tokens=max_tokens, seed=1000 + i, ignore_eos=True, **kinds[i % len(kinds)]),
         )
         for i, length in enumerate(lengths)
     ]
@@ -175,7 +187,7 @@ class Worker:
         assert bool(torch.isfinite(logits).all()), f"{seq_id} at {position}: a logit is not finite"
         key = (int(number), position)
         assert key not in self.result.rows, f"{seq_id}: position {position} was computed twice"
-        self.result.rows[key] = xxhash.xxh3_128(logits.contiguous().numpy()).digest()
+        self.result.rows[key] = xxhash.xxh3_128(logits.contiguous().numpy().data).digest()
 
 
 def run_cell(
@@ -264,7 +276,7 @@ def _run_group(cell: Cell, prompts: dict[int, Prompt], decode: Worker, prefill: 
     for update in decode.drain():
         number = int(update.seq_id.partition("-")[2])
         tokens = decode.result.tokens.setdefault(number, [])
-        assert update.first_seq == len(tokens)
+        assert update.first_seq == len(prompts[number].committed) + len(tokens)
         tokens.extend(update.token_ids)
         if update.totals is not None:
             assert update.finish == "length"
@@ -281,7 +293,7 @@ def hand_off(
     sources: dict[int, BlockTable] = {}
     for i, prompt in prompts.items():
         if len(prompt.token_ids) > 1:
-            kv = replace(prompt, token_ids=prompt.token_ids[:-1])
+            kv = Prompt(prompt.token_ids[:-1], prompt.sampling)
             sources[i] = prefill.batcher.reserve(_spec(f"run-{i}", kv, cell, compute_only=True)).tables[0]
     for update in prefill.drain():
         assert update.finish in ("", "computed")
@@ -324,7 +336,7 @@ def _spec(
     return SequenceSpec(
         seq_id=seq_id,
         token_ids=prompt.token_ids,
-        num_prompt_tokens=len(prompt.token_ids),
+        num_prompt_tokens=len(prompt.text),
         sampling=prompt.sampling,
         tags=(tags_of(prompt.token_ids),) if cell.cache == "warm" else (),
         tenant=TenantId(f"tenant-{prompt.sampling.seed % 3}"),

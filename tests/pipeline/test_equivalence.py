@@ -7,6 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ def test_rows_are_equal_exactly_where_the_text_is(tiny_prompts: list[Prompt], ti
     assert len({text for texts in prefixes.values() for text in texts}) == len(prefixes)
 
 
+@pytest.mark.parametrize("cell", [PAIRWISE[0], PAIRWISE[1]], ids=str)
+def test_a_resumed_sequence_goes_on_with_the_same_bits(
+    cell: Cell, tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
+) -> None:
+    committed = {i: tokens[: 1 + i % 9] for i, tokens in tiny_oracle.tokens.items()}
+    resumed = [replace(prompt, committed=tuple(committed[i])) for i, prompt in enumerate(tiny_prompts)]
+    result = run_cell(cell, *tiny, resumed, tmp_path)
+    assert {i: committed[i] + tokens for i, tokens in result.tokens.items()} == tiny_oracle.tokens
+    assert [i for i in result.rows if result.rows[i] != tiny_oracle.rows[i]] == []
+
+
 def test_the_threads_give_the_oracle_s_tokens(
     tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
 ) -> None:
@@ -181,9 +193,9 @@ def report_matrix(folder: Path, count: int, max_tokens: int, cells: tuple[Cell, 
                 "seconds": round(time.perf_counter() - started, 1),
             }
         )
-        check_cell(cell, result, oracle, prompts)
-        # after each cell, so that a run cut short leaves what it found
+        # after each cell and before it is judged: a run cut short, or a failing one, leaves what it found
         write_report(out, folder, model, count, max_tokens, len(cells), records)
+        check_cell(cell, result, oracle, prompts)
 
 
 def write_report(

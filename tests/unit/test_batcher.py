@@ -26,12 +26,13 @@ BLOCK = 4
 
 def make_batcher(num_blocks: int = 64, groups: int = 1, **config: Any) -> Batcher:
     group = LayerGroup(name="full", layers=(0,), num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
-    config = {"token_budget": 32, "max_num_seqs": 8, "depth": 0} | config
-    return Batcher(PoolLayout((group,) * groups, (num_blocks,) * groups), BatcherConfig(**config))
+    defaults: dict[str, Any] = {"token_budget": 32, "max_num_seqs": 8, "depth": 0}
+    return Batcher(PoolLayout((group,) * groups, (num_blocks,) * groups), BatcherConfig(**defaults | config))
 
 
 def make_spec(seq_id: str = "a", prompt: int = 6, max_tokens: int = 4, **fields: Any) -> SequenceSpec:
-    fields = {"token_ids": tuple(range(100, 100 + prompt)), "num_prompt_tokens": prompt} | fields
+    fields.setdefault("token_ids", tuple(range(100, 100 + prompt)))
+    fields.setdefault("num_prompt_tokens", prompt)
     sampling = fields.pop("sampling", SamplingParams(max_tokens=max_tokens))
     return SequenceSpec(seq_id=seq_id, sampling=sampling, eos_token_ids=frozenset({EOS}), **fields)
 
