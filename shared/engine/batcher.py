@@ -176,14 +176,19 @@ class Batcher:
         seq.truncate(num_output_tokens)
         return self._end_from_outside(seq, STOP)
 
-    def cancel(self, seq_id: str) -> Totals | None:
+    def cancel(self, seq_id: str, *, wipe: bool = False) -> Totals | None:
         """End a sequence where it stands; its totals, or None when it is not held.
 
         The pin of a sequence that only computes is dropped: a peer still pulling finds a digest that differs.
+
+        Args:
+            wipe: its own blocks lose their tags and are zeroed before any reuse: what a purge asks for.
         """
         seq = self._sequences.get(seq_id)
         if seq is None:
             return None
+        if wipe:
+            self._condemn(seq)
         return self._end_from_outside(seq, CANCELLED)
 
     def pin(self, seq_id: str) -> bool:
@@ -277,6 +282,10 @@ class Batcher:
         """Make a completed block findable; see `GroupPool.tag` for when the answer is False."""
         return self.pool.groups[group].tag(block_id, generation, tag, token_ids)
 
+    def forget(self, group: int, tags: Iterable[BlockTag]) -> int:
+        """Purge tagged blocks; see `GroupPool.forget`."""
+        return self.pool.groups[group].forget(tags)
+
     def drain_events(self) -> tuple[TagEvents, ...]:
         """Tags stored and removed since the last call, per layer group."""
         return self.pool.drain_events()
@@ -284,7 +293,8 @@ class Batcher:
     def take_blocks_to_zero(self) -> tuple[tuple[int, int], ...]:
         """(group, block id) to overwrite with zeros before any step planned from now on; held until `zeroed`.
 
-        They are the blocks of sequences whose logits were not finite, and partly filled tails that will be handed over.
+        They are blocks of sequences whose logits were not finite, purged blocks, and partly filled tails that will be
+        handed over.
         """
         blocks = (*self._to_zero, *self.pool.take_dirty())
         self._to_zero = []
@@ -358,8 +368,7 @@ class Batcher:
         seq = self._sequences[row.seq_id]
         seq.steps_in_flight -= 1
         if bad:
-            for pool, table in zip(self.pool.groups, seq.tables, strict=True):
-                pool.condemn(table.own)
+            self._condemn(seq)
             self._fail(seq, "the logits were not finite")
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
@@ -394,6 +403,10 @@ class Batcher:
         totals = seq.totals()
         self._free_if_over(seq)
         return totals
+
+    def _condemn(self, seq: Sequence) -> None:
+        for pool, table in zip(self.pool.groups, seq.tables, strict=True):
+            pool.condemn(table.own)
 
     def _free_if_over(self, seq: Sequence) -> None:
         if seq.may_be_freed:

@@ -125,11 +125,13 @@ class Engine:
         Returns:
             False when a thread still runs after that, because a step hangs; it can't keep the process alive.
         """
+        if self._planner.ident is None:
+            self._close()
+            return True
         deadline = time.monotonic() + timeout
         self._inbox.put(_Stop())
         for thread in (self._planner, self._executor):
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not (self._planner.is_alive() or self._executor.is_alive())
 
     def call(self, fn: Callable[[Batcher], T]) -> Future[T]:
@@ -172,6 +174,9 @@ class Engine:
                 self._progress += 1
             self._guard(self._advance)
         self._work.put(_Stop())
+        self._close()
+
+    def _close(self) -> None:
         with self._lock:
             self._closed = True
         # nothing can be posted any more: what is left was posted while stopping

@@ -62,7 +62,7 @@ class StepTimeFit:
     """A model refined by observations: least squares of *relative* errors, older ones fading away.
 
     Relative, so that decode steps of a few milliseconds count as much as long prefill steps. What the observations say
-    nothing about stays near `prior`.
+    nothing about stays near `prior`. Begin with `fit_all`, of no observations if there are none.
     """
 
     prior: StepTimeModel = DEFAULT_MODEL

@@ -177,6 +177,21 @@ class GroupPool:
             if block.tag is not None:
                 self._untag(block_id)
 
+    def forget(self, tags: Iterable[BlockTag]) -> int:
+        """What a purge asks for: blocks of these tags can't be matched from now on and are zeroed before any reuse.
+
+        Returns:
+            How many of the tags were held. Blocks in use are zeroed when their last owner lets go.
+        """
+        block_ids = [self._by_tag[tag] for tag in tags if tag in self._by_tag]
+        for block_id in block_ids:
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._blocks[block_id].refcount = 1  # the cleaner's
+                self._dirty.append(block_id)
+        self.condemn(block_ids)
+        return len(block_ids)
+
     def take_dirty(self) -> list[int]:
         """Condemned blocks that nobody but the cleaner holds any more; each must come back through `cleaned`."""
         dirty, self._dirty = self._dirty, []

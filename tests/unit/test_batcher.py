@@ -335,6 +335,21 @@ def test_cancel_frees_at_once_when_nothing_is_in_flight_and_is_fenced_otherwise(
     assert batcher.is_idle
 
 
+def test_a_purge_zeroes_what_was_cached_and_what_was_running() -> None:
+    batcher = make_batcher(num_blocks=8)
+    batcher.reserve(make_spec("a", prompt=8, max_tokens=2))
+    [tags] = tag_all(batcher, run_dry(batcher))
+    batcher.reserve(make_spec("b", prompt=9, max_tokens=4, tags=(tuple(tags),)))
+    assert batcher.forget(0, tags) == 2
+    assert batcher.take_blocks_to_zero() == ()  # b still reads them
+    batcher.cancel("b", wipe=True)
+    dirty = batcher.take_blocks_to_zero()
+    assert len(dirty) == 3
+    batcher.zeroed(dirty)
+    assert [counts.free for counts in batcher.pool.counts] == [8]
+    assert set(batcher.drain_events()[0].removed) == set(tags)
+
+
 def test_breaking_the_fence_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     # mutation: blocks are freed at once, although a step in flight still names them
     monkeypatch.setattr(Sequence, "may_be_freed", property(lambda self: bool(self.finish)))

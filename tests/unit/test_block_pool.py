@@ -244,6 +244,17 @@ class PoolMachine(RuleBasedStateMachine):
         for block_id in table:
             self.drop_tags_of(block_id)
 
+    @rule(contents=st.lists(st.integers(0, 4), max_size=3, unique=True))
+    def forget(self, contents: list[int]) -> None:
+        tags = [BlockTag(bytes([c])) for c in contents]
+        held = [self.tagged[tag][0] for tag in tags if tag in self.tagged]
+        idle = [block_id for block_id in held if self.references()[block_id] == 0]
+        assert self.pool.forget(tags) == len(held)
+        self.cleaning += idle
+        self.condemned |= set(held)
+        for block_id in held:
+            self.drop_tags_of(block_id)
+
     @rule()
     def clean(self) -> None:
         dirty = self.pool.take_dirty()

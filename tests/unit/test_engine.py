@@ -283,6 +283,14 @@ def test_stop_ends_the_steps_in_flight_and_refuses_what_comes_after() -> None:
         h.engine.call(lambda b: b.gauges()).result(WAIT_S)
 
 
+def test_an_engine_that_never_started_refuses_after_stop() -> None:
+    h = Harness()
+    before = h.engine.call(lambda b: b.gauges())
+    assert h.engine.stop(WAIT_S)
+    with pytest.raises(Unavailable):
+        before.result(WAIT_S)
+
+
 def test_a_command_taken_back_in_time_does_not_run() -> None:
     h = Harness()
     future = h.engine.call(lambda b: b.reserve(make_spec()))
