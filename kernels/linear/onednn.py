@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _PACK_ROWS = 16
+_MAX_SUM = 768
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -36,13 +37,29 @@ def is_available() -> bool:
 
 
 class OneDnnWeight:
-    """A packed weight. The plain matrix is not kept."""
+    """A packed weight. The plain matrix is not kept.
+
+    In float32 the product is cut along in_features into pieces summed in order: one long running sum loses bits that
+    plain torch, which sums in pieces too, keeps.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
+        pieces = -(-self.in_features // _MAX_SUM) if weight.dtype == torch.float32 else 1
+        self._width = -(-self.in_features // pieces)
         with torch.inference_mode(False):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
+            self._packed = [_pack(piece) for piece in weight.detach().split(self._width, dim=1)]
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def apply(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self._linear(x, self._packed, None, "none", [], ""))
+        if len(self._packed) == 1:
+            return cast(Tensor, self._linear(x, self._packed[0], None, "none", [], ""))
+        first, *rest = x.split(self._width, dim=1)
+        y = self._linear(first, self._packed[0], None, "none", [], "")
+        for piece, packed in zip(rest, self._packed[1:], strict=True):
+            y.add_(self._linear(piece, packed, None, "none", [], ""))
+        return cast(Tensor, y)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS))

@@ -86,5 +86,5 @@ class ModelRunner:
 
 def _not_finite(logits: Tensor, ranges: tuple[range, ...]) -> frozenset[int]:
     """Sequences with a row that holds an infinity or a NaN: either makes the row's sum one."""
-    finite = torch.isfinite(logits.sum(dim=1, dtype=torch.float64)).tolist()
+    finite = torch.isfinite(logits.sum(dim=1)).tolist()
     return frozenset(i for i, span in enumerate(ranges) if not all(finite[row] for row in span))
