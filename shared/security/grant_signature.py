@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from shared.contracts.errors import Forbidden, ProtocolError, SettingsError
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.message import decode, encode
+from shared.store.secrets import read_secret
 
 DOMAIN = b"baton.grant.v1\x00"
 """Signed along, so that a signature over something else can never pass for a grant."""
@@ -39,11 +40,12 @@ class GrantSigner:
 
     @classmethod
     def from_file(cls, path: Path) -> GrantSigner:
-        """A signer of the PEM (PKCS 8) in `path`. Raises SettingsError when it is missing or no Ed25519 key."""
+        """A signer of the PEM (PKCS 8) in a 0600 file.
+
+        Raises SettingsError when it is missing, open to others, or no Ed25519 key.
+        """
         try:
-            key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-        except OSError as exc:
-            raise SettingsError(f"the grant key cannot be read: {exc}", param=str(path)) from exc
+            key = serialization.load_pem_private_key(read_secret(path), password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as exc:
             raise SettingsError(f"{path} holds no private key in PEM", param=str(path)) from exc
         if not isinstance(key, Ed25519PrivateKey):
@@ -57,7 +59,7 @@ class GrantSigner:
 
 
 def private_pem(key: Ed25519PrivateKey) -> bytes:
-    """The PEM `GrantSigner.from_file` reads; to be written with mode 0600."""
+    """The PEM `GrantSigner.from_file` reads; to be written with `secrets.write_private`."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

@@ -21,6 +21,7 @@ from shared.security.grant_signature import (
     private_pem,
     public_pem,
 )
+from shared.store.secrets import write_private
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 SIGNER = GrantSigner(KEY)
@@ -102,7 +103,7 @@ def test_the_cache_is_bounded() -> None:
 
 def test_keys_travel_by_file(tmp_path: Path) -> None:
     older = Ed25519PrivateKey.generate()
-    (tmp_path / "private").write_bytes(private_pem(KEY))
+    write_private(tmp_path / "private", private_pem(KEY))
     (tmp_path / "public").write_bytes(public_pem(SIGNER.public_key) + public_pem(older.public_key()))
     signer = GrantSigner.from_file(tmp_path / "private")
     check = GrantVerifier(load_public_keys(tmp_path / "public"))
@@ -113,7 +114,7 @@ def test_keys_travel_by_file(tmp_path: Path) -> None:
 def test_a_missing_or_wrong_key_file_is_a_settings_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         GrantSigner.from_file(tmp_path / "none")
-    (tmp_path / "text").write_text("no key")
+    write_private(tmp_path / "text", b"no key")
     with pytest.raises(SettingsError):
         GrantSigner.from_file(tmp_path / "text")
     with pytest.raises(SettingsError):

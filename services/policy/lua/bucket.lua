@@ -1,4 +1,4 @@
--- Head of reserve.lua and settle.lua: one tenant's quota, as in quota.py.
+-- Head of reserve.lua, release.lua and settle.lua: one tenant's quota, as in quota.py.
 -- KEYS[1] bucket: hash of requests, tokens (levels), at (microseconds), held (sum of holds)
 -- KEYS[2] holds: hash of reservation id -> tokens      KEYS[3] expiry: sorted set of reservation id by expiry
 local MINUTE_US = 60000000
@@ -41,6 +41,15 @@ local function advance(now, request_limit, token_limit)
     redis.call('ZREM', KEYS[3], id)
   end
   return state
+end
+
+local function release(state, id)
+  local held = redis.call('HGET', KEYS[2], id)
+  if held then
+    state.held = state.held - tonumber(held)
+    redis.call('HDEL', KEYS[2], id)
+    redis.call('ZREM', KEYS[3], id)
+  end
 end
 
 local function save(state)

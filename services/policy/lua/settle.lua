@@ -8,15 +8,6 @@ local request_limit, token_limit = tonumber(ARGV[2]), tonumber(ARGV[3])
 local state = advance(clock(ARGV[1]), request_limit, token_limit)
 local row, usage = KEYS[4], KEYS[5]
 
-local function release(id)
-  local held = redis.call('HGET', KEYS[2], id)
-  if held then
-    state.held = state.held - tonumber(held)
-    redis.call('HDEL', KEYS[2], id)
-    redis.call('ZREM', KEYS[3], id)
-  end
-end
-
 -- A higher epoch replaces the totals; an equal or lower one changes nothing.
 local function take_totals()
   local old = redis.call('HMGET', row, 'epoch', 'prompt_tokens', 'completion_tokens', 'cached_tokens')
@@ -52,7 +43,7 @@ local function take_compute()
   return taken
 end
 
-release(ARGV[4])
+release(state, ARGV[4])
 local replaced, change = take_totals()
 local computed = take_compute()
 redis.call('EXPIRE', row, ARGV[5])

@@ -1,0 +1,48 @@
+"""`python -m services.policy`: wiring only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.policy.accounts import Accounts
+from services.policy.bootstrap import apply_bootstrap, read_bootstrap
+from services.policy.records import Records
+from services.policy.service import Defaults, PolicyService
+from shared.contracts.errors import SettingsError
+from shared.contracts.grants import Limits
+from shared.lifecycle.runtime import Runtime, run_service
+from shared.security.grant_signature import GrantSigner
+from shared.store.redis_store import connect_redis
+from shared.store.secrets import secret_path
+from shared.telemetry.setup import setup_telemetry
+
+GRANT_KEY_VARIABLE = "BATON_GRANT_KEY_FILE"
+BOOTSTRAP_VARIABLE = "BATON_BOOTSTRAP_FILE"
+REDIS_PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD_FILE"
+
+
+async def main(runtime: Runtime) -> None:
+    settings = runtime.settings
+    if not settings.store.redis_url:
+        raise SettingsError("REDIS_URL is not set; policy keeps tenants and quotas there", param="REDIS_URL")
+    signer = GrantSigner.from_file(secret_path(runtime.env, GRANT_KEY_VARIABLE))
+    await runtime.stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
+    redis = await runtime.stack.enter_async_context(
+        connect_redis(settings.store.redis_url, password=runtime.secret_text(REDIS_PASSWORD_VARIABLE))
+    )
+    records = Records(redis)
+    if path := runtime.env.get(BOOTSTRAP_VARIABLE):
+        await apply_bootstrap(read_bootstrap(Path(path)), records)
+    defaults = Defaults(
+        limits=Limits(settings.policy.requests_per_minute, settings.policy.tokens_per_minute),
+        max_tokens=settings.policy.default_max_tokens,
+    )
+    service = PolicyService(runtime.bus, records, Accounts(redis), signer, defaults)
+    await service.start()
+    runtime.stack.push_async_callback(service.stop)
+    runtime.ready()
+    await runtime.stop.wait()
+
+
+if __name__ == "__main__":
+    run_service("policy", main)

@@ -1,0 +1,104 @@
+"""Quota and ledger in Redis: each change is one Lua script, so it is atomic whoever else asks at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from services.policy.ledger import Booked, compute_name
+from services.policy.quota import Verdict
+from shared.contracts import messages as m
+from shared.contracts.grants import Limits
+from shared.contracts.ids import RequestId, TenantId
+from shared.store.redis_store import RedisStore
+
+LEDGER_ROW_S = 90 * 86400
+"""How long a request's row is kept: far longer than a settlement may be redelivered. The tenant's sums stay."""
+
+_LUA = Path(__file__).with_name("lua")
+
+
+def _script(name: str) -> str:
+    return (_LUA / "bucket.lua").read_text() + (_LUA / f"{name}.lua").read_text()
+
+
+_RESERVE, _RELEASE, _SETTLE = _script("reserve"), _script("release"), _script("settle")
+
+
+class Accounts:
+    """Every tenant's quota and ledger.
+
+    Args:
+        redis: where they are kept.
+        prefix: of every key; tests keep apart by it.
+
+    Each method takes `now_us`, whole microseconds; 0 means Redis' own clock, which is what production uses. All raise
+    Unavailable when Redis does not answer.
+    """
+
+    def __init__(self, redis: RedisStore, prefix: str = "baton:policy") -> None:
+        self._redis = redis
+        self._prefix = prefix
+
+    async def reserve(
+        self, tenant: TenantId, limits: Limits, reservation_id: str, tokens: int, ttl_us: int, now_us: int = 0
+    ) -> tuple[Verdict, float]:
+        """As `quota.reserve`; the verdict, and when it was given (Redis time, unix seconds)."""
+        arguments = (*_head(now_us, limits), reservation_id, tokens, ttl_us)
+        reason, retry_us, at_us = await self._redis.script(_RESERVE, self._quota_keys(tenant), arguments)
+        return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6
+
+    async def release(self, tenant: TenantId, limits: Limits, reservation_id: str, now_us: int = 0) -> None:
+        """Let go of a hold whose request never ran. The request itself stays counted."""
+        await self._redis.script(_RELEASE, self._quota_keys(tenant), (*_head(now_us, limits), reservation_id))
+
+    async def settle(
+        self, tenant: TenantId, limits: Limits, reservation_id: str, settle: m.Settle, now_us: int = 0
+    ) -> Booked:
+        """As `ledger.apply` and `quota.settle`, in one step. Safe to repeat."""
+        arguments: list[str | bytes | int | float] = [*_head(now_us, limits), reservation_id, LEDGER_ROW_S]
+        arguments += [settle.attempt.epoch, settle.prompt_tokens, settle.completion_tokens, settle.cached_tokens]
+        arguments.append(settle.finish)
+        for row in settle.compute:
+            totals = row.totals
+            arguments += [compute_name(row), msgspec.json.encode(totals)]
+            arguments += [totals.computed_tokens, totals.wasted_tokens, f"{totals.prefill_s + totals.decode_s:.6f}"]
+        keys = [
+            *self._quota_keys(tenant),
+            self._row_key(tenant, settle.attempt.request_id),
+            self._key(tenant, "usage"),
+        ]
+        replaced, change, rows = await self._redis.script(_SETTLE, keys, arguments)
+        return Booked(replaced=int(replaced) == 1, token_change=int(change), compute_rows=int(rows))
+
+    async def row(self, tenant: TenantId, request_id: RequestId) -> dict[str, str]:
+        """One request's row as it stands in the ledger; empty when there is none."""
+        return await self._texts(self._row_key(tenant, request_id))
+
+    async def usage(self, tenant: TenantId) -> dict[str, str]:
+        """A tenant's sums over all time: requests, tokens by kind, compute seconds."""
+        return await self._texts(self._key(tenant, "usage"))
+
+    async def quota(self, tenant: TenantId) -> dict[str, str]:
+        """A tenant's bucket as last written: levels in `quota.MINUTE_US` units, held tokens, time."""
+        return await self._texts(self._key(tenant, "bucket"))
+
+    async def _texts(self, key: str) -> dict[str, str]:
+        found = await self._redis.execute("HGETALL", key)
+        pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        return {name.decode(): value.decode() for name, value in pairs}
+
+    def _key(self, tenant: TenantId, what: str) -> str:
+        # The braces keep a tenant's keys on one node of a Redis cluster, as a script needs.
+        return f"{self._prefix}:{{{tenant}}}:{what}"
+
+    def _row_key(self, tenant: TenantId, request_id: RequestId) -> str:
+        return self._key(tenant, f"ledger:{request_id}")
+
+    def _quota_keys(self, tenant: TenantId) -> list[str]:
+        return [self._key(tenant, what) for what in ("bucket", "holds", "expiry")]
+
+
+def _head(now_us: int, limits: Limits) -> tuple[int, int, int]:
+    return now_us, limits.requests_per_minute, limits.tokens_per_minute

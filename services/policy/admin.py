@@ -1,0 +1,79 @@
+"""What an administrator changes: each change is stored, then told to every service, then audited.
+
+In that order, so that a crash in between leaves the change in force; every one of them may be repeated.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.policy.records import Records
+from services.policy.tenants import KeyRecord, OwnLimits, TenantRecord
+from shared.bus.bus import Bus
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.errors import InvalidInput
+from shared.contracts.ids import ScopeGeneration, TenantId
+from shared.store.redis_store import RedisStore
+
+SERVICE = "policy"
+
+
+class Admin:
+    """Changes to tenants and keys, for the service and the command line.
+
+    Methods raise InvalidInput for what does not exist, Unavailable when Redis or NATS does not answer.
+    """
+
+    def __init__(self, bus: Bus, redis: RedisStore, records: Records) -> None:
+        self._bus = bus
+        self._redis = redis
+        self._records = records
+
+    async def revoke_key(self, tenant: TenantId, key_id: str) -> None:
+        """From now on the key opens nothing. Running requests go on; gateways forget the key at once."""
+        key = await self._records.key_by_id(tenant, key_id)
+        if key is None:
+            raise InvalidInput(f"tenant {tenant!r} has no key {key_id!r}", param="key_id")
+
+        def revoked(record: KeyRecord | None) -> KeyRecord:
+            assert record is not None
+            return msgspec.structs.replace(record, revoked=True)
+
+        await self._records.change_key(key.hash, revoked)
+        await self._tell(m.PolicyEvent(kind="revoked", tenant=tenant, key_id=key_id))
+        await self._audit("key_revoked", tenant, key_id)
+
+    async def set_limits(self, tenant: TenantId, limits: OwnLimits) -> TenantRecord:
+        """Replace the tenant's own limits; they hold from its next request on. Returns the new record."""
+        record = await self._records.change_tenant(tenant, lambda old: msgspec.structs.replace(old, limits=limits))
+        await self._tell(m.PolicyEvent(kind="changed", tenant=tenant, version=record.version))
+        await self._audit("limits_changed", tenant, msgspec.json.encode(limits).decode())
+        return record
+
+    async def raise_generation(self, tenant: TenantId) -> ScopeGeneration:
+        """End the tenant's scope: nothing cached before is ever shared again. Returns the new generation."""
+
+        def raised(old: TenantRecord) -> TenantRecord:
+            return msgspec.structs.replace(old, generation=ScopeGeneration(old.generation + 1))
+
+        record = await self._records.change_tenant(tenant, raised)
+        event = m.PolicyEvent(kind="scope_raised", tenant=tenant, generation=record.generation, version=record.version)
+        await self._tell(event)
+        await self._audit("scope_raised", tenant, str(record.generation))
+        return record.generation
+
+    async def _tell(self, event: m.PolicyEvent) -> None:
+        await self._bus.publish(subjects.POLICY_EVENTS, event)
+
+    async def _audit(self, action: str, tenant: TenantId, subject: str) -> None:
+        number = await self._records.next_audit_number()
+        record = m.AuditRecord(
+            service=SERVICE,
+            number=number,
+            action=action,
+            tenant=tenant,
+            subject=subject,
+            wall_time_s=await self._redis.now_s(),
+        )
+        await self._bus.publish_durable(subjects.audit(SERVICE), record, message_id=f"{SERVICE}-{number}")

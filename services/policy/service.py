@@ -1,0 +1,174 @@
+"""Policy's shell: answers authenticate and admit, books settlements, keeps audit records. Fails closed: without Redis
+every answer is Unavailable."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from services.policy import admission, quota
+from services.policy.accounts import Accounts
+from services.policy.admission import Terms
+from services.policy.records import Records
+from services.policy.tenants import KeyRecord, TenantRecord, check_key, effective_limits, identity
+from shared.bus.bus import Bus, Delivery, Subscription
+from shared.bus.streams import AUDIT_STREAM, SETTLE_STREAM, STREAMS
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.errors import BatonError, Forbidden, Unauthenticated, Unavailable, to_wire
+from shared.contracts.grants import Grant, Limits
+from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
+from shared.telemetry import attributes as attr
+
+log = logging.getLogger("baton.policy")
+tracer = trace.get_tracer("baton.policy")
+
+QUEUE = "policy"
+NO_LIMITS = Limits()
+DEFAULT_TERMS = Terms(budget_s={"interactive": 600.0, "analysis": 3600.0, "batch": 86400.0})
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds for tenants without limits of their own."""
+
+    limits: Limits = NO_LIMITS
+    max_tokens: int = 1024
+    terms: Terms = DEFAULT_TERMS
+
+
+class PolicyService:
+    """One of any number of policy processes on the same Redis. `start`, then `stop`."""
+
+    def __init__(
+        self, bus: Bus, records: Records, accounts: Accounts, signer: GrantSigner, defaults: Defaults | None = None
+    ) -> None:
+        self._bus = bus
+        self._records = records
+        self._accounts = accounts
+        self._signer = signer
+        self._verifier = GrantVerifier(by_id([signer.public_key]))
+        self._defaults = defaults or Defaults()
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Serve and consume."""
+        bus = self._bus
+        audit = STREAMS[AUDIT_STREAM].subject
+        self._subscriptions = [
+            await bus.consume(AUDIT_STREAM, audit, m.AuditRecord, self.on_audit, durable="policy-audit"),
+            await bus.consume(SETTLE_STREAM, subjects.POLICY_SETTLE, m.Settle, self.on_settle, durable="policy"),
+            await bus.serve(subjects.POLICY_AUTHENTICATE, m.Authenticate, self.authenticate, queue=QUEUE),
+            await bus.serve(subjects.POLICY_ADMIT, m.Admit, self.admit, queue=QUEUE),
+        ]
+
+    async def stop(self) -> None:
+        """Take no new questions first, then finish the settlement in hand."""
+        for subscription in reversed(self._subscriptions):
+            await subscription.stop()
+        self._subscriptions.clear()
+
+    async def authenticate(self, delivery: Delivery) -> m.Identity | m.Refusal:
+        """Whose key it is. Raises Unavailable when Redis does not answer."""
+        try:
+            tenant, key = await self._owner(delivery.message.key_hash)
+        except Unauthenticated as error:
+            return m.Refusal(error=to_wire(error))
+        return identity(tenant, key, self._defaults.limits, self._defaults.max_tokens)
+
+    async def admit(self, delivery: Delivery) -> m.Granted | m.Refusal:
+        """Grant or refuse. Raises Unavailable when Redis does not answer, or when the asker has gone."""
+        ask: m.Admit = delivery.message
+        with tracer.start_as_current_span("policy.admit", context=delivery.context) as span:
+            span.set_attributes({attr.REQUEST_ID: ask.request_id, attr.MODEL: ask.model})
+            span.set_attributes({attr.PROMPT_TOKENS: ask.num_prompt_tokens, attr.MAX_TOKENS: ask.max_tokens})
+            try:
+                return await self._decide(ask, delivery, span)
+            except Unavailable as error:
+                span.set_attributes({attr.STATUS: error.code, attr.REASON: error.param or "unavailable"})
+                raise
+            except BatonError as error:
+                return _refused(span, error)
+
+    async def on_settle(self, delivery: Delivery) -> None:
+        """Book one settlement; a repeated one changes nothing. Raises Unavailable: then it is delivered again."""
+        settle: m.Settle = delivery.message
+        with tracer.start_as_current_span("policy.settle", context=delivery.context) as span:
+            span.set_attributes({attr.REQUEST_ID: settle.attempt.request_id, attr.EPOCH: settle.attempt.epoch})
+            try:
+                grant = self._settled_grant(settle)
+            except Forbidden as error:
+                # Delivering it again would not make it true.
+                span.set_attributes({attr.STATUS: error.code, attr.REASON: error.message})
+                log.error("settlement of %s dropped: %s", settle.attempt.request_id, error.message)
+                return
+            record = await self._records.tenant(grant.tenant)
+            limits = grant.limits if record is None else effective_limits(record.limits, self._defaults.limits)
+            booked = await self._accounts.settle(grant.tenant, limits, grant.reservation_id, settle)
+            span.set_attributes(
+                {
+                    attr.STATUS: "ok",
+                    attr.REASON: "booked" if booked.replaced else "already_booked",
+                    attr.TENANT: grant.tenant,
+                    attr.FINISH: settle.finish,
+                    attr.PROMPT_TOKENS: settle.prompt_tokens,
+                    attr.COMPLETION_TOKENS: settle.completion_tokens,
+                    attr.CACHED_TOKENS: settle.cached_tokens,
+                    attr.RESERVED_TOKENS: grant.reserved_tokens,
+                }
+            )
+
+    async def on_audit(self, delivery: Delivery) -> None:
+        """Keep one audit record."""
+        record: m.AuditRecord = delivery.message
+        if delivery.subject != subjects.audit(record.service):
+            log.error("audit record of %s on %s dropped", record.service, delivery.subject)
+            return
+        name = f"{record.service}/{record.number}/{record.wall_time_s!r}"
+        await self._records.keep_audit(name, msgspec.json.encode(record))
+
+    async def _owner(self, key_hash: bytes) -> tuple[TenantRecord, KeyRecord]:
+        key = check_key(key_hash, await self._records.key(key_hash))
+        tenant = await self._records.tenant(key.tenant)
+        if tenant is None:
+            raise Unauthenticated("the API key is not valid")
+        return tenant, key
+
+    async def _decide(self, ask: m.Admit, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:
+        tenant, _ = await self._owner(ask.key_hash)
+        limits = effective_limits(tenant.limits, self._defaults.limits)
+        span.set_attribute(attr.TENANT, tenant.id)
+        klass = admission.check(ask, tenant, limits)
+        terms, tokens, reservation = self._defaults.terms, admission.reserved_tokens(ask), str(ask.request_id)
+        ttl_us = int((terms.budget_s[klass] + terms.margin_s) * 1e6)
+        verdict, now_s = await self._accounts.reserve(tenant.id, limits, reservation, tokens, ttl_us)
+        if verdict.reason != quota.OK:
+            error, never = admission.refusal(verdict, limits)
+            return _refused(span, error, never)
+        if delivery.remaining_s() <= 0:
+            # Nobody waits for this grant any more, so nobody would settle it.
+            await self._accounts.release(tenant.id, limits, reservation)
+            raise Unavailable(f"{delivery.subject}: budget spent", param=delivery.subject)
+        grant = admission.make_grant(ask, tenant, limits, klass, now_s, terms)
+        span.set_attributes(
+            {attr.STATUS: "ok", attr.CLASS: klass, attr.RESERVED_TOKENS: tokens, attr.BUDGET_S: grant.budget_s}
+        )
+        return m.Granted(grant=self._signer.sign(grant))
+
+    def _settled_grant(self, settle: m.Settle) -> Grant:
+        """The grant of a settlement, expired or not. Raises Forbidden when it is not ours or of another request."""
+        grant = self._verifier.verify_signature(settle.grant)
+        if grant.request_id != settle.attempt.request_id:
+            raise Forbidden("the grant is of another request", code="grant_invalid")
+        if min(settle.prompt_tokens, settle.completion_tokens, settle.cached_tokens) < 0:
+            raise Forbidden("token counts are negative", code="settlement_invalid")
+        return grant
+
+
+def _refused(span: Span, error: BatonError, never: bool = False) -> m.Refusal:
+    span.set_attributes({attr.STATUS: error.code, attr.REASON: error.param or error.code})
+    return m.Refusal(error=to_wire(error), never=never)
