@@ -1,0 +1,348 @@
+"""A decode worker in the simulator: real lease table, stream outbox, sinks and block pool around a toy engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.decode.reservation import Drop, GoLocal, Kind, ReservationTable
+from services.decode.stream_outbox import StreamOutbox
+from shared.contracts import messages as m
+from shared.contracts.attempt import Attempt
+from shared.contracts.errors import Conflict, ContextExceeded, Overloaded, to_wire
+from shared.contracts.ids import Incarnation, IngressId, RequestId, WorkerId
+from shared.contracts.tokens import unpack_tokens
+from shared.kv.block_pool import GroupPool
+from shared.kv.digest import span_digest
+from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, Sink, SinkEffect, TurnLocal
+from shared.text.stream_choice import checksum
+from tests.simulation.network import Node, Violation
+from tests.simulation.toy_model import BLOCK, SLOT_BYTES, Memory, next_token
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+STEP_S = 0.02
+TOKEN_BUDGET = 48
+MODEL = m.StepModel(base_s=0.015, token_s=0.0004, sequence_s=0.0001)
+
+
+@dataclass(eq=False)
+class Sequence:
+    attempt: Attempt
+    ingress: IngressId
+    tokens: list[int]
+    num_prompt: int
+    max_tokens: int
+    blocks: list[int]
+    lease_token: bytes
+    sink: Sink | None = None
+    computed: int = 0
+
+    @property
+    def waiting(self) -> bool:
+        return self.sink is not None and self.sink.state == "waiting"
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class DecodeNode(Node):
+    def __init__(self, world: World, name: str, incarnation: int, num_blocks: int) -> None:
+        super().__init__(name)
+        self.world, self.net = world, world.net
+        self.worker, self.incarnation = WorkerId(name), Incarnation(incarnation)
+        self.memory = Memory(num_blocks)
+        self.pool = GroupPool(num_blocks, BLOCK)
+        self.table = ReservationTable()
+        self.outbox = StreamOutbox(self.worker, self.incarnation)
+        self.live: dict[RequestId, Sequence] = {}
+        self.closing: list[Sequence] = []
+        self.number = 0
+        self.steps = 0
+        self.checks = 0
+        self.stepping = False
+        self.net.every(self, 0.2, self._tick)
+        self.net.every(self, 1.0, self._beat)
+
+    def check(self) -> None:
+        """Blocks are conserved: free + held is the pool, and held is what sequences name."""
+        owners = [*self.live.values(), *self.closing]
+        counts = self.pool.counts
+        held = sum(len(s.blocks) for s in owners)
+        if counts.free + held != self.pool.num_blocks:
+            raise Violation(f"{self.name}: {counts.free} free and {held} held of {self.pool.num_blocks} blocks")
+        if len(self.table) != len(self.live):
+            raise Violation(f"{self.name}: {len(self.table)} reservations and {len(self.live)} sequences")
+        self.checks += 1
+        if self.checks % 64 == 0:
+            references = [0] * self.pool.num_blocks
+            for sequence in owners:
+                for block in sequence.blocks:
+                    references[block] += 1
+            self.pool.check(references)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def reserve(self, message: m.Reserve) -> m.Reserved | m.Refusal:
+        attempt, tokens, now = message.attempt, unpack_tokens(message.token_ids), self.net.now
+        source = message.prefill_worker if len(tokens) > 1 else WorkerId("")
+        verdict = self.table.reserve(attempt, message.term, message.ingress_id, source, message.lease_s, now)
+        if verdict.kind == Kind.REFUSED:
+            return m.Refusal(error=to_wire(Conflict(verdict.reason)))
+        if verdict.kind == Kind.RESTAMPED:
+            return self._restamp(message, tokens, source)
+        if verdict.kind == Kind.NEW:
+            need = -(-(message.num_prompt_tokens + message.sampling[0].max_tokens) // BLOCK)
+            if need > self.pool.counts.free:
+                self.table.withdraw(attempt)
+                never = need > self.pool.num_blocks
+                error = ContextExceeded("larger than the pool") if never else Overloaded("no blocks now")
+                return m.Refusal(error=to_wire(error), never=never)
+            sequence = Sequence(
+                attempt=attempt,
+                ingress=message.ingress_id,
+                tokens=tokens,
+                num_prompt=message.num_prompt_tokens,
+                max_tokens=message.sampling[0].max_tokens,
+                blocks=self.pool.allocate(need),
+                lease_token=self._token(),
+            )
+            if source:
+                sequence.sink = self._sink(sequence, source)
+            self.live[attempt.request_id] = sequence
+            self.outbox.open(attempt, message.ingress_id, 1, len(tokens) - message.num_prompt_tokens)
+            self._wake()
+        return self._reserved(self.live[attempt.request_id], already_running=False)
+
+    def _restamp(self, message: m.Reserve, tokens: list[int], source: WorkerId) -> m.Reserved:
+        sequence, attempt = self.live[message.attempt.request_id], message.attempt
+        was_waiting = sequence.waiting
+        if was_waiting and not source:
+            assert sequence.sink is not None
+            self._run(sequence, sequence.sink.go_local("superseded"))  # under the old attempt: its source hears of it
+        sequence.attempt, sequence.ingress = attempt, message.ingress_id
+        first_seq = len(tokens) - message.num_prompt_tokens
+        if len(tokens) > len(sequence.tokens):
+            sequence.tokens = tokens  # committed elsewhere meanwhile
+            self.outbox.open(attempt, message.ingress_id, 1, first_seq)
+        else:
+            self.outbox.restamp(attempt, message.ingress_id, first_seq)
+        goes_on = was_waiting and bool(source)
+        if goes_on and sequence.sink is not None:
+            sequence.lease_token = self._token()
+            sequence.sink.restamp(attempt, source, sequence.lease_token)
+        elif source:
+            self.table.kv_settled(attempt)
+        self._wake()
+        return self._reserved(sequence, already_running=not goes_on)
+
+    def cancel(self, attempt: Attempt) -> m.Cancelled:
+        ended = self.table.cancel(attempt)
+        if ended is None:
+            return m.Cancelled(held=False)
+        sequence = self.live[attempt.request_id]
+        self._end(sequence)
+        self.outbox.drop_request(attempt.request_id)
+        return m.Cancelled(held=True, totals=_totals(sequence))
+
+    def finish(self, attempt: Attempt, num_tokens: int) -> m.Finished:
+        sequence = self.live.get(attempt.request_id)
+        if sequence is None or sequence.attempt != attempt:
+            self.outbox.acked([attempt])
+            return m.Finished(held=False)
+        del sequence.tokens[sequence.num_prompt + num_tokens :]
+        self.table.end(attempt)
+        self._end(sequence)
+        self.outbox.drop_request(attempt.request_id)
+        return m.Finished(held=True, totals=_totals(sequence))
+
+    def replay(self, attempt: Attempt, from_seq: int) -> m.StreamReplayed:
+        return self.outbox.replay(attempt, 0, from_seq)
+
+    def ack(self, attempts: list[Attempt]) -> m.FinalAcked:
+        self.outbox.acked(attempts)
+        return m.FinalAcked()
+
+    # ------------------------------------------------------------------------------------------ news
+
+    def gateway_beat(self, beat: m.GatewayBeat) -> None:
+        self._leases(self.table.ingress_beat(beat.ingress_id, beat.number, beat.requests, self.net.now))
+
+    def prefill_beat(self, beat: m.WorkerBeat) -> None:
+        progress = {a.attempt: a.progress for a in beat.attempts}
+        self._leases(self.table.source_beat(beat.worker, beat.incarnation, progress, self.net.now))
+        for listed in beat.attempts:
+            sequence = self.live.get(listed.attempt.request_id)
+            if sequence is not None and sequence.sink is not None and sequence.attempt == listed.attempt:
+                self._run(sequence, sequence.sink.beat(listed.computed_tokens, self.net.now))
+
+    def peer_died(self, worker: WorkerId) -> None:
+        self._leases(self.table.source_died(worker))
+
+    def commit(self, message: m.HandoffCommit) -> None:
+        sequence = self.live.get(message.attempt.request_id)
+        if sequence is None or sequence.sink is None:
+            release = m.HandoffRelease(attempt=message.attempt, worker=self.worker, reason="not_held")
+            self.world.to_prefill(message.source, lambda node: node.release(release))
+            return
+        self.table.source_progress(message.attempt, message.source_incarnation, self.net.now)
+        self._run(sequence, sequence.sink.commit(message))
+
+    # ------------------------------------------------------------------------------------------ hand-off
+
+    def _run(self, sequence: Sequence, effects: list[SinkEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Pull):
+                self.net.at(self.net.now + self.net.rng.uniform(0.002, 0.03), self._puller(sequence, effect), self)
+            elif isinstance(effect, SendAck):
+                ack = effect.message
+                self.world.to_prefill(effect.source, lambda node, ack=ack: node.ack(ack))  # type: ignore[misc]
+            elif isinstance(effect, SendRelease):
+                gone = effect.message
+                self.world.to_prefill(effect.source, lambda node, gone=gone: node.release(gone))  # type: ignore[misc]
+            elif isinstance(effect, Closed):
+                self.closing.remove(sequence)
+                self.pool.free(sequence.blocks)
+            elif isinstance(effect, TurnLocal) or (isinstance(effect, Received) and effect.done):
+                sequence.computed = effect.num_tokens
+                self.world.handoffs["done" if isinstance(effect, Received) else effect.reason.split(":")[0]] += 1
+                self.table.kv_settled(sequence.attempt)
+                self._wake()
+
+    def _puller(self, sequence: Sequence, pull: Pull):  # type: ignore[no-untyped-def]
+        def run() -> None:
+            source = self.world.memories.get(pull.pool)
+            assert sequence.sink is not None
+            if source is None:
+                self._run(sequence, sequence.sink.pulled(pull.ticket, (), "pool_gone"))
+                return
+            bad = []
+            for item in pull.items:
+                span = self.memory.spans[sequence.blocks[item.position]]
+                valid = item.valid_tokens * SLOT_BYTES
+                span[:valid] = source.spans[item.block.block_id][:valid]
+                span[valid:] = bytes(len(span) - valid)
+                if self.net.chance(self.net.faults.corrupt):
+                    span[self.net.rng.randrange(valid)] ^= 0x40
+                digest = span_digest(span, pull.attempt, item.group, item.block.generation, item.position)
+                if digest != item.block.digest:
+                    bad.append((item.group, item.position))
+                    self.world.bad_digests += 1
+            self._run(sequence, sequence.sink.pulled(pull.ticket, bad))
+
+        return run
+
+    def _leases(self, effects: list[GoLocal | Drop]) -> None:
+        for effect in effects:
+            sequence = self.live[effect.attempt.request_id]
+            if isinstance(effect, GoLocal):
+                assert sequence.sink is not None
+                self._run(sequence, sequence.sink.go_local(effect.reason))
+            else:
+                self._end(sequence)
+                self.outbox.drop_request(effect.attempt.request_id)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Blocks go once no pull writes them."""
+        del self.live[sequence.attempt.request_id]
+        self.closing.append(sequence)
+        effects = sequence.sink.close() if sequence.sink is not None else [Closed(sequence.attempt)]
+        self._run(sequence, effects)
+
+    def _sink(self, sequence: Sequence, source: WorkerId) -> Sink:
+        last = len(sequence.tokens) - 1
+        return Sink(self.worker, sequence.attempt, source, sequence.lease_token, "f", (BLOCK,), 0, last)
+
+    def _token(self) -> bytes:
+        return self.net.rng.randbytes(16)
+
+    def _reserved(self, sequence: Sequence, *, already_running: bool) -> m.Reserved:
+        return m.Reserved(
+            incarnation=self.incarnation,
+            num_cached_tokens=0,
+            lease_token=sequence.lease_token,
+            fingerprint="f",
+            already_running=already_running,
+        )
+
+    # ------------------------------------------------------------------------------------------ engine and clock
+
+    def _wake(self) -> None:
+        if not self.stepping:
+            self.stepping = True
+            self.net.at(self.net.now + STEP_S, self._step, self)
+
+    def _step(self) -> None:
+        self.stepping = False
+        self.steps += 1
+        budget = TOKEN_BUDGET
+        for sequence in list(self.live.values()):
+            if sequence.waiting:
+                continue
+            if len(sequence.output) >= sequence.max_tokens:
+                self._finish(sequence)
+            elif budget > 0:
+                end = min(len(sequence.tokens), sequence.computed + budget)
+                total = self.memory.compute(sequence.blocks, sequence.tokens, sequence.computed, end)
+                budget -= end - sequence.computed
+                sequence.computed = end
+                if end == len(sequence.tokens):
+                    token = next_token(total)
+                    sequence.tokens.append(token)
+                    self.outbox.tokens(sequence.attempt, 0, [token])
+                    if len(sequence.output) >= sequence.max_tokens:
+                        self._finish(sequence)
+        self._send_frames(self.outbox.frames(self.net.now))
+        if any(not sequence.waiting for sequence in self.live.values()):
+            self._wake()
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.outbox.finish(sequence.attempt, 0, "length", _totals(sequence))
+        self.table.end(sequence.attempt)
+        self._end(sequence)
+
+    def _tick(self) -> None:
+        self._leases(self.table.tick(self.net.now))
+        self._send_frames(self.outbox.resends(self.net.now))
+
+    def _beat(self) -> None:
+        self.number += 1
+        self._send_frames(self.outbox.listings())
+        attempts = tuple(m.AttemptProgress(s.attempt, self.number, s.computed) for s in self.live.values())
+        self.world.worker_beat(
+            m.WorkerBeat(
+                worker=self.worker,
+                role="decode",
+                pool="default",
+                incarnation=self.incarnation,
+                boot_id="b",
+                host="h",
+                number=self.number,
+                free_blocks=(self.pool.counts.free,),
+                total_blocks=(self.pool.num_blocks,),
+                block_sizes=(BLOCK,),
+                token_budget=TOKEN_BUDGET,
+                running=len(self.live),
+                max_sequences=8,
+                queue_tokens=sum(max(0, len(s.tokens) - s.computed - 1) for s in self.live.values() if not s.waiting),
+                attempts=attempts,
+                step_model=MODEL,
+                numerics="n",
+                fingerprint="f",
+            )
+        )
+
+    def _send_frames(self, frames: list[tuple[IngressId, m.StreamFrame]]) -> None:
+        for ingress, frame in frames:
+            node = self.world.ingresses.get(ingress)
+            if node is not None:
+                self.net.send(node, lambda node=node, frame=frame: node.frame(frame))  # type: ignore[misc]
+
+
+def _totals(sequence: Sequence) -> m.Totals:
+    output = sequence.output
+    return m.Totals(
+        prompt_tokens=sequence.num_prompt, completion_tokens=len(output), checksum=checksum(output)
+    )

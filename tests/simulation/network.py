@@ -1,0 +1,151 @@
+"""A virtual clock, nodes that can be killed and paused, and a network that loses, repeats, delays and reorders.
+
+Deterministic: one heap of events, one seeded generator. Messages are the plain structs of the contracts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Action = Callable[[], None]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What the network and the machines do to us, until `until_s`."""
+
+    drop: float = 0.03
+    duplicate: float = 0.03
+    late: float = 0.10  # share of messages delayed by up to `late_s`, which also reorders
+    late_s: float = 1.5
+    corrupt: float = 0.03  # share of pulls with a flipped byte
+    kills: int = 4
+    pauses: int = 4
+    until_s: float = 60.0
+
+
+NO_FAULTS = Faults(drop=0.0, duplicate=0.0, late=0.0, corrupt=0.0, kills=0, pauses=0)
+
+
+@dataclass
+class Node:
+    """One process. A dead one does nothing any more; a paused one does everything later."""
+
+    name: str
+    alive: bool = True
+    paused: bool = False
+    backlog: list[Action] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Invariants of this node, after each of its events."""
+
+
+class Network:
+    """The world's clock and wires."""
+
+    def __init__(self, seed: int, faults: Faults) -> None:
+        self.now = 0.0
+        self.rng = random.Random(seed)
+        self.faults = faults
+        self.events = 0
+        self._heap: list[tuple[float, int, Node | None, Action]] = []
+        self._order = 0
+
+    @property
+    def faulty(self) -> bool:
+        return self.now < self.faults.until_s
+
+    def at(self, when_s: float, action: Action, node: Node | None = None) -> None:
+        """Run `action` at a time, on a node (if it lives, and is not paused, then)."""
+        self._order += 1
+        heapq.heappush(self._heap, (when_s, self._order, node, action))
+
+    def every(self, node: Node, period_s: float, action: Action) -> None:
+        """A timer of a node, with a random phase."""
+
+        def turn() -> None:
+            action()
+            self.at(self.now + period_s, turn, node)
+
+        self.at(self.now + self.rng.random() * period_s, turn, node)
+
+    def chance(self, probability: float) -> bool:
+        return self.faulty and self.rng.random() < probability
+
+    def send(self, node: Node, action: Action) -> None:
+        """Deliver a message: not at all, once, or twice, and perhaps late."""
+        if self.chance(self.faults.drop):
+            return
+        for _ in range(2 if self.chance(self.faults.duplicate) else 1):
+            delay = self.rng.uniform(0.0005, 0.003)
+            if self.chance(self.faults.late):
+                delay += self.rng.random() * self.faults.late_s
+            self.at(self.now + delay, action, node)
+
+    def ask(
+        self,
+        asker: Node,
+        answerer: Node | None,
+        answer: Callable[[], Any],
+        replied: Callable[[Any], None],
+        timeout_s: float,
+    ) -> None:
+        """A request: `replied` is called once, with the answer or, after `timeout_s` or when nobody listens, None."""
+        done = False
+
+        def reply(value: Any) -> None:
+            nonlocal done
+            if not done:
+                done = True
+                replied(value)
+
+        def deliver() -> None:
+            value = answer()
+            self.send(asker, lambda: reply(value))
+
+        if answerer is None or not answerer.alive:
+            self.at(self.now + 0.001, lambda: reply(None), asker)
+            return
+        self.send(answerer, deliver)
+        self.at(self.now + timeout_s, lambda: reply(None), asker)
+
+    def kill(self, node: Node) -> None:
+        node.alive = False
+        node.backlog.clear()
+
+    def pause(self, node: Node, seconds: float) -> None:
+        node.paused = True
+        self.at(self.now + seconds, lambda: self._resume(node))
+
+    def _resume(self, node: Node) -> None:
+        node.paused = False
+        backlog, node.backlog = node.backlog, []
+        for action in backlog:
+            self.at(self.now, action, node)
+
+    def run(self, until: Callable[[], bool], limit_s: float) -> bool:
+        """Run events until `until` holds (asked every 64 events). False when `limit_s` came first."""
+        while self._heap and self._heap[0][0] <= limit_s:
+            when_s, _, node, action = heapq.heappop(self._heap)
+            self.now = max(self.now, when_s)
+            if node is not None:
+                if not node.alive:
+                    continue
+                if node.paused:
+                    node.backlog.append(action)
+                    continue
+            self.events += 1
+            action()
+            if node is not None:
+                node.check()
+            if self.events % 64 == 0 and until():
+                return True
+        return until()

@@ -1,0 +1,236 @@
+"""The whole of Baton's protocol in one deterministic process: real cores, toy engine, faults from a seed.
+
+Invariants: after every event of a worker, blocks are conserved there; on every commit, the committed sequence is
+contiguous, is the truth, and comes from no fenced attempt; at the end, every request ended once and was charged once for
+what was committed, within bounded time after the faults stopped, and every block is free.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from shared.contracts import messages as m
+from shared.contracts.ids import IngressId, WorkerId
+from tests.simulation.decode_node import DecodeNode
+from tests.simulation.ingress_node import Client, IngressNode, Ledger
+from tests.simulation.network import NO_FAULTS, Faults, Network, Node, Violation
+from tests.simulation.prefill_node import PrefillNode
+from tests.simulation.scheduler_node import LeaseStore, SchedulerNode
+from tests.simulation.toy_model import Job, Memory, make_jobs
+
+SETTLE_S = 60.0
+"""After the faults stopped, every request ends within this time. The longest honest chain is a worker's lease, a new
+epoch, its queueing and its run."""
+IDLE_S = 30.0
+"""And every block is free after this much more: reservations nobody reads end with their ingress's lease."""
+BUDGET_S = 120.0
+
+
+class World:
+    """Two schedulers, two ingresses, some workers, and clients; all chance comes from `seed`."""
+
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults | None = None,
+        *,
+        requests: int = 120,
+        decodes: int = 3,
+        prefills: int = 2,
+        decode_blocks: int = 96,
+        prefill_blocks: int = 48,
+        same_names: bool = False,
+    ) -> None:
+        self.faults = faults or Faults()
+        self.net = Network(seed, self.faults)
+        self.lease = LeaseStore()
+        self.ledger = Ledger()
+        self.memories: dict[str, Memory] = {}
+        self.clients: list[Client] = []
+        self.paths: Counter[str] = Counter()
+        self.handoffs: Counter[str] = Counter()
+        self.bad_digests = 0
+        self.index = Node("index")
+        self.decodes: dict[WorkerId, DecodeNode] = {}
+        self.prefills: dict[WorkerId, PrefillNode] = {}
+        self.schedulers: list[SchedulerNode] = []
+        self.ingresses: dict[IngressId, IngressNode] = {}
+        self._blocks = {"decode": decode_blocks, "prefill": prefill_blocks}
+        self._same_names = same_names
+        self._starts = 0
+        for i in range(2):
+            self.ingresses[IngressId(f"gateway-{i}")] = IngressNode(self, f"gateway-{i}")
+            self.schedulers.append(SchedulerNode(self, f"scheduler-{i}"))
+        for i in range(decodes):
+            self.start_worker("decode", f"decode-{i}")
+        for i in range(prefills):
+            self.start_worker("prefill", f"prefill-{i}")
+        net, rng = self.net, self.net.rng
+        for job in make_jobs(rng, requests, self.faults.until_s, BUDGET_S):
+            ingress = rng.choice(list(self.ingresses.values()))
+            # not before the first leader has been elected and has gathered
+            net.at(6.0 + job.arrival_s, lambda i=ingress, j=job: i.arrive(j), ingress)  # type: ignore[misc]
+        self._requests = requests
+        for _ in range(self.faults.kills):
+            net.at(rng.uniform(8.0, self.faults.until_s), self._kill_someone)
+        if self.faults.kills:
+            net.at(rng.uniform(12.0, self.faults.until_s), self._kill_leader)
+        for _ in range(self.faults.pauses):
+            net.at(rng.uniform(8.0, self.faults.until_s), self._pause_someone)
+
+    # ------------------------------------------------------------------------------------------ wires
+
+    def leader(self) -> SchedulerNode | None:
+        """Who serves submits: perhaps two for a moment, and then either may answer."""
+        serving = [s for s in self.schedulers if s.alive and s.table is not None]
+        return self.net.rng.choice(serving) if serving else None
+
+    def to_prefill(self, worker: WorkerId, action: Callable[[PrefillNode], None]) -> None:
+        node = self.prefills.get(worker)
+        if node is not None:
+            self.net.send(node, lambda: action(node))
+
+    def worker_beat(self, beat: m.WorkerBeat) -> None:
+        for scheduler in self.schedulers:
+            self.net.send(scheduler, lambda s=scheduler: s.worker_beat(beat))  # type: ignore[misc]
+        if beat.role == "prefill":
+            for decode in self.decodes.values():
+                self.net.send(decode, lambda n=decode: n.prefill_beat(beat))  # type: ignore[misc]
+        else:
+            for prefill in self.prefills.values():
+                self.net.send(prefill, lambda n=prefill: n.decode_beat(beat))  # type: ignore[misc]
+
+    # ------------------------------------------------------------------------------------------ chaos
+
+    def start_worker(self, role: str, name: str) -> None:
+        self._starts += 1
+        if role == "decode":
+            self.decodes[WorkerId(name)] = DecodeNode(self, name, self._starts, self._blocks[role])
+        else:
+            self.prefills[WorkerId(name)] = PrefillNode(self, name, self._starts, self._blocks[role])
+
+    def kill(self, node: Node) -> None:
+        """kill -9: peers see it at once by the pool file's lock, or only by leases; a new process comes later."""
+        net = self.net
+        net.kill(node)
+        back_s = net.now + net.rng.uniform(0.5, 15.0)
+        if isinstance(node, SchedulerNode):
+            self.schedulers.remove(node)
+            net.at(back_s, lambda: self.schedulers.append(SchedulerNode(self, f"{node.name}x")))
+        elif isinstance(node, (DecodeNode, PrefillNode)):
+            role = "decode" if isinstance(node, DecodeNode) else "prefill"
+            name = node.name if self._same_names else f"{node.name}x"
+            net.at(back_s, lambda: self.start_worker(role, name))
+            if isinstance(node, PrefillNode) and net.rng.random() < 0.5:
+                del self.memories[node.file]
+            if net.rng.random() < 0.5:
+                peers = self.prefills.values() if role == "decode" else self.decodes.values()
+                for peer in list(peers):
+                    net.at(net.now + 0.05, lambda p=peer: p.peer_died(node.worker), peer)  # type: ignore[misc]
+
+    def _victims(self) -> list[Node]:
+        nodes: list[Node] = [*self.decodes.values(), *self.decodes.values(), *self.prefills.values(), *self.schedulers]
+        return [n for n in nodes if n.alive and not n.paused]
+
+    def _kill_someone(self) -> None:
+        victims = self._victims()
+        if victims:
+            self.kill(self.net.rng.choice(victims))
+
+    def _kill_leader(self) -> None:
+        leader = next((s for s in self.schedulers if s.alive and s.table is not None), None)
+        if leader is not None:
+            self.kill(leader)
+
+    def _pause_someone(self) -> None:
+        victims = [*self._victims(), *(i for i in self.ingresses.values() if not i.paused)]
+        self.net.pause(self.net.rng.choice(victims), self.net.rng.choice((0.5, 3.0, 9.0, 14.0, 25.0)))
+
+    # ------------------------------------------------------------------------------------------ judgement
+
+    def run(self) -> World:
+        """Run to the end and check everything. Raises Violation, or whatever a core raises."""
+        calm_s = self.faults.until_s + 6.0
+
+        def over() -> bool:
+            return len(self.clients) == self._requests and all(c.stream.settled for c in self.clients)
+
+        if not self.net.run(over, calm_s + SETTLE_S):
+            open_ = [(c.job.name, c.stream.attempt, c.stream.worker) for c in self.clients if not c.stream.settled]
+            raise Violation(f"{len(open_)} requests did not end: {open_[:3]}")
+        if not self.net.run(self._idle, max(self.net.now, calm_s) + IDLE_S):
+            raise Violation(f"not idle at the end: {self._held()}")
+        if self.faults == NO_FAULTS and (self.bad_digests or {*self.handoffs} - {"done"}):
+            raise Violation(f"hand-offs failed without a fault: {dict(self.handoffs)}")
+        for client in self.clients:
+            self._judge(client)
+        return self
+
+    def _held(self) -> dict[str, object]:
+        held: dict[str, object] = {}
+        for node in (*self.decodes.values(), *self.prefills.values()):
+            if node.alive and (len(node.table) or node.pool.counts.free != node.pool.num_blocks):
+                held[node.name] = (len(node.table), node.pool.counts)
+        for decode in self.decodes.values():
+            if decode.alive and len(decode.outbox):
+                held[f"{decode.name} outbox"] = len(decode.outbox)
+        for scheduler in self.schedulers:
+            if scheduler.table is not None and scheduler.table.queued + scheduler.table.placing:
+                held[scheduler.name] = scheduler.table.queued
+        return held
+
+    def _idle(self) -> bool:
+        return not self._held()
+
+    def _judge(self, client: Client) -> None:
+        job, stream = client.job, client.stream
+        if len(client.ends) != 1 or len(client.settles) != 1:
+            raise Violation(f"{job.name}: {len(client.ends)} ends and {len(client.settles)} settlements")
+        (end,), (settle,) = client.ends, client.settles
+        committed = stream.committed()
+        request_id = settle.attempt.request_id
+        charged, charges = self.ledger.charged[request_id], self.ledger.charges[request_id]
+        if charges != 1 or charged != settle.prompt_tokens + settle.completion_tokens:
+            raise Violation(f"{job.name}: {charges} charges, of {charged} tokens in all")
+        if not settle.completion_tokens == len(committed) == len(client.delivered):
+            raise Violation(f"{job.name}: settled {settle.completion_tokens} tokens, committed {len(committed)}")
+        if tuple(committed) != job.truth[: len(committed)]:
+            raise Violation(f"{job.name}: the committed tokens are not the truth")
+        wanted = {"stop": job.stop_at, "length": job.max_tokens}.get(end.finish)
+        if wanted is not None and len(committed) != wanted:
+            raise Violation(f"{job.name}: ended with {end.finish} after {len(committed)} of {wanted} tokens")
+
+    def arrive(self, job: Job, at_s: float, ingress: str = "gateway-0") -> None:
+        """Add a client by hand."""
+        node = self.ingresses[IngressId(ingress)]
+        self._requests += 1
+        self.net.at(at_s, lambda: node.arrive(job), node)
+
+    @property
+    def resumed(self) -> int:
+        """Requests that went on at another worker."""
+        return sum(client.stream.attempt.epoch > 1 for client in self.clients)
+
+    @property
+    def finishes(self) -> Counter[str]:
+        return Counter(client.ends[0].finish for client in self.clients)
+
+
+PROFILES = (
+    Faults(),
+    Faults(drop=0.08, duplicate=0.08, late=0.25, late_s=3.0, kills=0, pauses=0),
+    Faults(kills=9, pauses=2),
+    Faults(kills=1, pauses=10),
+    Faults(drop=0.05, late=0.15, corrupt=0.15, kills=4, pauses=4),
+)
+
+
+def simulate(seed: int) -> World:
+    """The world of a seed, run to its end. A failure names the seed and how to replay it."""
+    try:
+        # workers come back under a new name in production; under their old one the incarnation alone must do
+        return World(seed, PROFILES[seed % len(PROFILES)], same_names=seed % 2 == 1).run()
+    except Exception as exc:
+        again = f"BATON_SIM_SEED={seed} python -m pytest tests/simulation/test_protocol.py"
+        raise Violation(f"seed {seed}: {type(exc).__name__}: {exc}\nreplay: {again}") from exc
