@@ -20,6 +20,7 @@ from shared.contracts.errors import (
     DeadlineExceeded,
     ErrorInfo,
     Internal,
+    Overloaded,
     Unavailable,
     from_wire,
 )
@@ -86,6 +87,7 @@ class StreamCommit:
         self._deadline = arrived + budget_s
         self._find_stop = find_stop
         self._rules = rules or StreamRules()
+        self._taken = False
         self._token_in_epoch = False
         self._numerics = ""
         self._news_at = arrived
@@ -114,16 +116,18 @@ class StreamCommit:
 
     def on_queued(self, term: Term, now: float) -> list[Effect]:
         """The scheduler of `term` took the current epoch."""
+        self._taken = True
         if term < self.term:  # taken by a leader that has been replaced since
             return self._resend(now)
         self.term = term
         return []
 
     def on_submit_failed(self, error: BatonError, now: float) -> list[Effect]:
-        """The submit was refused or not answered. At first that ends the request; a resumed one is tried again."""
+        """The submit was refused or not answered. That ends a request never taken; another one is tried again."""
         if self.end is not None or self.worker:
             return []
-        if self.attempt.epoch == 1 or not isinstance(error, Unavailable):
+        fresh = self.attempt.epoch == 1 and not self._taken
+        if fresh or not isinstance(error, Unavailable | Overloaded):
             return self._finish("error", error, now)
         self._submit_at = now + self._rules.resubmit_s
         return []

@@ -1,0 +1,120 @@
+"""A session's answer over HTTP: streamed or whole, with the client's departure noticed either way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway.chunks import Choice, ChunkWriter, error_frame, whole_body
+from services.gateway.errors import error_body, error_headers
+from services.gateway.session import Session
+from shared.contracts.errors import BatonError, Internal
+
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An error as a response with its status."""
+    return JSONResponse(error_body(error), error.status, headers={**error_headers(error), **(headers or {})})
+
+
+class SessionResponse(Response):
+    """Answers a session. A stream's status is sent with its first event, so what fails before has a status of its own.
+
+    Args:
+        session: started already.
+        headers: added to every form of the answer.
+    """
+
+    def __init__(self, session: Session, headers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._session = session
+        self._extra = dict(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session = self._session
+        answer = asyncio.create_task(self._answer(scope, receive, send))
+        gone = asyncio.create_task(_disconnected(receive))
+        aborted = asyncio.create_task(session.aborted.wait())
+        try:
+            await asyncio.wait({answer, gone, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            # a broken connection shows as an OSError of `send`
+            if answer.done() and not isinstance(answer.exception(), OSError):
+                answer.result()
+        finally:
+            for task in (answer, gone, aborted):
+                task.cancel()
+            session.cancel("client_gone")  # nothing, if it has ended
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._session.plan.stream:
+            await self._stream(scope, receive, send)
+        else:
+            await (await self._whole())(scope, receive, send)
+
+    async def _whole(self) -> JSONResponse:
+        session, plan = self._session, self._session.plan
+        texts: list[str] = []
+        finish = ""
+        while True:
+            await session.wait()
+            text, reason = session.take()
+            texts.append(text)
+            finish = reason or finish
+            if session.end is not None:
+                break
+        if session.end.error is not None:
+            return error_response(session.end.error, self._extra)
+        choices = [Choice("".join(texts), finish)]
+        body = whole_body(plan.kind, session.request_id, plan.model, session.created, choices, session.usage())
+        session.sent(len(str(body)))
+        return JSONResponse(body, headers=self._extra)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session, plan = self._session, self._session.plan
+        await session.wait()
+        if session.end is not None and session.end.error is not None:
+            await error_response(session.end.error, self._extra)(scope, receive, send)
+            return
+        headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**SSE_HEADERS, **self._extra}.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        writer = ChunkWriter(plan.kind, session.request_id, plan.model, session.created, plan.include_usage)
+        body = writer.role(0)
+        while True:
+            text, finish = session.take()
+            end = session.end
+            if text:
+                body += writer.delta(0, text)
+            if finish:
+                body += writer.finish(0, finish)
+            if end is not None:
+                body += writer.end(session.usage()) if end.error is None else error_frame(end.error)
+            await send({"type": "http.response.body", "body": body, "more_body": end is None})
+            session.sent(len(body))
+            if end is not None:
+                return
+            await session.wait()
+            body = b""
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def internal_response(headers: Mapping[str, str]) -> JSONResponse:
+    """500 without details."""
+    return error_response(Internal("internal error"), headers)
+
+
+def json_response(body: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> JSONResponse:
+    """A JSON body."""
+    return JSONResponse(body, status, headers=dict(headers or {}))

@@ -1,0 +1,250 @@
+"""The HTTP door: routes, and the order in which a request is checked.
+
+Key before body, body before prompt, prompt before quota. Every error, also of routing, has OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from opentelemetry import context as otel_context
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, Status, StatusCode
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from services.gateway.answers import SessionResponse, error_response, internal_response, json_response
+from services.gateway.auth import key_hash
+from services.gateway.body import read_body
+from services.gateway.errors import as_baton_error, http_body, unknown_model
+from services.gateway.openai_schema import ChatRequest, GenerationRequest
+from services.gateway.parse import parse_chat, parse_completion
+from services.gateway.prompt_codec import PromptCodec
+from services.gateway.request_plan import make_plan
+from services.gateway.service import GatewayService
+from services.gateway.session import Session
+from shared.contracts.errors import BatonError, Cancelled, Forbidden, InvalidInput, Unavailable
+from shared.contracts.messages import Identity
+from shared.telemetry import attributes as a
+
+log = logging.getLogger("baton.gateway")
+
+MAX_ECHO_CHARS = 128
+MAX_TRACES = 200
+
+Parse = Callable[[bytes], GenerationRequest]
+
+
+class Door:
+    """Handlers of the routes."""
+
+    def __init__(self, service: GatewayService, codec: PromptCodec) -> None:
+        self._service = service
+        self._codec = codec
+        self._started = int(time.time())
+
+    # ------------------------------------------------------------------------------------------ generation
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions"""
+        return await self._generate(request, "chat", parse_chat)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions"""
+        return await self._generate(request, "completions", parse_completion)
+
+    async def _generate(self, request: Request, kind: str, parse: Parse) -> Response:
+        arrived = time.monotonic()
+        span = self._service.telemetry.tracer.start_span(
+            "gateway.request", context=Context(), links=_client_links(request), attributes={a.KIND: kind}
+        )
+        token = otel_context.attach(trace.set_span_in_context(span))
+        echo = _echo(request)
+        try:
+            session = await self._open(request, parse, span, arrived)
+        except ClientDisconnect:
+            _end_failed(span, Cancelled("the client left", code="client_gone"))
+            return error_response(Cancelled("the client left"), echo)
+        except BatonError as error:
+            _end_failed(span, error)
+            return error_response(error, echo)
+        except Exception as exc:
+            log.exception("a request failed")
+            _end_failed(span, as_baton_error(exc))
+            return internal_response(echo)
+        finally:
+            otel_context.detach(token)
+        return SessionResponse(session, {"x-request-id": session.request_id} | echo)
+
+    async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Session:
+        service = self._service
+        if service.draining:
+            raise Unavailable("the gateway is shutting down", retry_after_s=1.0)
+        hashed = key_hash(request.headers)
+        identity = await service.authenticate(hashed)
+        span.set_attribute(a.TENANT, identity.tenant)
+        config = service.config
+        length = request.headers.get("content-length")
+        body = await read_body(request.stream(), length, config.max_body_bytes, config.body_timeout_s)
+        span.set_attribute(a.BODY_BYTES, len(body))
+        parsed = parse(body)
+        if parsed.model != config.model:
+            raise unknown_model([config.model])
+        span.set_attribute(a.MODEL, config.model)
+        return await self._submit(parsed, identity, hashed, span, arrived)
+
+    async def _submit(
+        self, parsed: GenerationRequest, identity: Identity, hashed: bytes, span: Span, arrived: float
+    ) -> Session:
+        service = self._service
+        with service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
+            prompt = await self._codec.encode(parsed)
+            tokenize.set_attribute(a.PROMPT_TOKENS, len(prompt))
+        plan = make_plan(
+            parsed,
+            prompt,
+            context=service.config.context,
+            vocab_size=self._codec.tokenizer.vocab_size,
+            identity=identity,
+            seed=secrets.randbits(64),
+        )
+        span.set_attribute(a.STREAM, plan.stream)
+        span.set_attribute(a.MAX_TOKENS, plan.sampling.max_tokens)
+        return await service.open(plan, hashed, span=span, arrived=arrived)
+
+    async def probe(self) -> bool:
+        """Send one token through all services with the gateway's own key. True when it came."""
+        config = self._service.config
+        body = {"model": config.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        arrived = time.monotonic()
+        span = self._service.telemetry.tracer.start_span("gateway.request", context=Context())
+        token = otel_context.attach(trace.set_span_in_context(span))
+        try:
+            hashed = key_hash({"authorization": f"Bearer {config.probe_key}"})
+            identity = await self._service.authenticate(hashed)
+            session = await self._submit(ChatRequest.model_validate(body), identity, hashed, span, arrived)
+        except BatonError as error:
+            _end_failed(span, error)
+            log.info("not ready: %s", error.message)
+            return False
+        finally:
+            otel_context.detach(token)
+        while session.end is None:
+            await session.wait()
+            session.take()
+        return session.end.error is None
+
+    # ------------------------------------------------------------------------------------------ the rest
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models"""
+        await self._service.authenticate(key_hash(request.headers))
+        return json_response({"object": "list", "data": [self._model()]}, _echo(request))
+
+    async def model(self, request: Request, model_id: str) -> Response:
+        """GET /v1/models/{id}"""
+        await self._service.authenticate(key_hash(request.headers))
+        if model_id != self._service.config.model:
+            raise unknown_model([self._service.config.model])
+        return json_response(self._model(), _echo(request))
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._service.config.model, "object": "model", "created": self._started, "owned_by": "baton"}
+
+    async def health(self) -> Response:
+        """GET /health: the process answers."""
+        return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: a request would be served now."""
+        await self._service.check_policy()
+        checks = self._service.checks()
+        ready = all(checks.values())
+        body = {"status": "ready" if ready else "not ready", "checks": checks}
+        return json_response(body, None if ready else {"Retry-After": "1"}, 200 if ready else 503)
+
+    async def traces(self, request: Request) -> Response:
+        """GET /baton/traces?limit=20 (admin): the newest traces, one line each."""
+        await self._require_admin(request)
+        limit = request.query_params.get("limit", "20")
+        if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= MAX_TRACES):
+            raise InvalidInput(f"limit must be 1 to {MAX_TRACES}", param="limit")
+        return json_response({"data": [_plain(summary) for summary in self._service.traces.recent(int(limit))]})
+
+    async def trace(self, request: Request, trace_id: str) -> Response:
+        """GET /baton/traces/{id} (admin): the spans of one trace, by trace id, request id or response id."""
+        await self._require_admin(request)
+        wanted = trace_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        spans = self._service.traces.get(wanted)
+        if not spans:
+            raise HTTPException(404, "no such trace here")
+        return json_response({"trace_id": spans[0].trace_id, "spans": [_plain(span) for span in spans]})
+
+    async def _require_admin(self, request: Request) -> None:
+        identity = await self._service.authenticate(key_hash(request.headers))
+        if not identity.admin:
+            raise Forbidden("this needs an admin key")
+
+
+def build_app(door: Door) -> FastAPI:
+    """The application. No generated documentation pages: they would be doors without a key."""
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", door.completions, methods=["POST"])
+    app.add_api_route("/v1/models", door.models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
+    app.add_api_route("/health", door.health, methods=["GET"])
+    app.add_api_route("/ready", door.ready, methods=["GET"])
+    app.add_api_route("/baton/traces", door.traces, methods=["GET"])
+    app.add_api_route("/baton/traces/{trace_id}", door.trace, methods=["GET"])
+    app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_exception)
+    return app
+
+
+async def _on_baton_error(request: Request, exc: Exception) -> Response:
+    return error_response(as_baton_error(exc), _echo(request))
+
+
+async def _on_http_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    words = {404: f"there is no {request.method} {request.url.path[:100]}", 405: "this path takes another method"}
+    body = http_body(exc.status_code, words.get(exc.status_code, "") or str(exc.detail))
+    return json_response(body, {**(exc.headers or {}), **_echo(request)}, exc.status_code)
+
+
+async def _on_exception(request: Request, exc: Exception) -> Response:
+    return internal_response(_echo(request))
+
+
+def _echo(request: Request) -> dict[str, str]:
+    """A client's own request id goes back to it and nowhere else."""
+    given = request.headers.get("x-request-id", "")[:MAX_ECHO_CHARS]
+    return {"x-request-id": given} if given else {}
+
+
+def _client_links(request: Request) -> list[Link]:
+    """The client's trace is linked, not adopted: strangers may not choose our trace ids or sampling."""
+    if "traceparent" not in request.headers:
+        return []
+    context = trace.get_current_span(propagate.extract(dict(request.headers), context=Context())).get_span_context()
+    return [Link(context)] if context.is_valid else []
+
+
+def _end_failed(span: Span, error: BatonError) -> None:
+    span.set_attribute(a.STATUS, error.code)
+    span.set_attribute(a.HTTP_STATUS, error.status)
+    span.set_status(Status(StatusCode.ERROR))
+    span.end()
+
+
+def _plain(struct: Any) -> Any:
+    return msgspec.to_builtins(struct)

@@ -1,0 +1,209 @@
+"""The requests of the OpenAI API that Baton reads, as strict types.
+
+The written rule: a parameter works, or is refused with a 400 that names it.
+
+- Types are strict: `"5"` is not an integer, nor is `true`; NaN and infinities are refused.
+- A known OpenAI parameter that is not supported is accepted only with a value that changes nothing (`NEUTRAL`).
+- An unknown field is refused. `user`, `safety_identifier`, `metadata` and `store: false` are accepted: they describe.
+
+`top_k` (0 = off) is an extension. What it does not know: tokens, tenants, the model's context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from shared.contracts.errors import InvalidInput
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+
+CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "n": (None, 1),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "presence_penalty": (None, 0),
+    "prompt_cache_key": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+"""Known parameters of chat completions without support, with the values that ask for nothing."""
+
+COMPLETIONS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "logprobs": (None,),
+    "n": (None, 1),
+    "presence_penalty": (None, 0),
+    "store": (None, False),
+    "suffix": (None,),
+}
+"""The same for completions."""
+
+MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+    "name": (None,),
+    "reasoning_content": (None,),
+    "refusal": (None,),
+    "tool_call_id": (None,),
+    "tool_calls": (None, []),
+}
+"""The same for the fields of a message; an assistant's own message may be sent back as the client library got it."""
+
+
+def drop_neutral(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> dict[str, Any]:
+    """`body` without the unsupported parameters whose values ask for nothing.
+
+    Raises InvalidInput naming the first one that asks for something.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        if name not in neutral:
+            kept[name] = value
+        elif not any(_same(value, harmless) for harmless in neutral[name]):
+            raise InvalidInput(f"{where}{name} is not supported with this value", param=f"{where}{name}")
+    return kept
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    # False == 0 and True == 1, but not here
+    return isinstance(value, bool) == isinstance(harmless, bool) and bool(value == harmless)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"must hold at most {MAX_STOPS} strings")
+    if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
+    return tuple(_encodable(stop) for stop in stops)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("must not be empty")
+        return _encodable(value)
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of token ids")
+    if not value:
+        raise ValueError("must not be empty")
+    if any(isinstance(item, str | list) for item in value):
+        raise ValueError("must be a single prompt: several prompts in one request are not supported")
+    if not all(type(item) is int and item >= 0 for item in value):
+        raise ValueError("token ids must be integers, 0 or more")
+    return tuple(value)
+
+
+def _content(value: Any) -> str | list[dict[str, str]]:
+    if isinstance(value, str):
+        return _encodable(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string or a list of text parts")
+    for part in value:
+        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+            raise ValueError('a part must be {"type": "text", "text": ...}: this model reads only text')
+        if not isinstance(part["text"], str):
+            raise ValueError("the text of a part must be a string")
+        _encodable(part["text"])
+    return value
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is not valid Unicode") from None
+    return text
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """`include_usage`: one more chunk with the usage, before `[DONE]`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class ChatMessage(_Strict):
+    """One message. Content: text, or a list of text parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | list[dict[str, str]], BeforeValidator(_content)]
+
+
+class _Generation(_Strict):
+    model: str = Field(min_length=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=2**31 - 1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def output_limit(self) -> int | None:
+        """Output tokens asked for; None when the request names no limit."""
+        return self.max_tokens
+
+
+def _not_empty(messages: list[ChatMessage]) -> list[ChatMessage]:
+    if not messages:
+        raise ValueError("must hold at least one message")
+    return messages
+
+
+class ChatRequest(_Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], AfterValidator(_not_empty)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions. One prompt: text, or token ids."""
+
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+
+
+GenerationRequest = ChatRequest | CompletionRequest

@@ -1,0 +1,89 @@
+"""Request bodies to checked requests; every fault becomes an InvalidInput that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from services.gateway.openai_schema import (
+    CHAT_NEUTRAL,
+    COMPLETIONS_NEUTRAL,
+    MESSAGE_NEUTRAL,
+    ChatRequest,
+    CompletionRequest,
+    drop_neutral,
+)
+from shared.contracts.errors import InvalidInput
+
+MAX_PARAM_CHARS = 100
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """The chat request in a body. Raises InvalidInput naming the field."""
+    fields = drop_neutral(_json_object(body), CHAT_NEUTRAL)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [
+            drop_neutral(message, MESSAGE_NEUTRAL, f"messages.{index}.") if isinstance(message, dict) else message
+            for index, message in enumerate(messages)
+        ]
+    request = _validated(ChatRequest, fields)
+    both = (request.max_tokens, request.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise InvalidInput("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+    _check_stream_options(request)
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """The completion request in a body. Raises InvalidInput naming the field."""
+    request = _validated(CompletionRequest, drop_neutral(_json_object(body), COMPLETIONS_NEUTRAL))
+    _check_stream_options(request)
+    return request
+
+
+def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidInput("stream_options is only allowed when stream is true", param="stream_options")
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    # NaN and Infinity pass here, so that the parameter which holds them can be named
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidInput(f"the body is not valid JSON: {_reason(exc)}", code="invalid_json") from exc
+    if not isinstance(value, dict):
+        raise InvalidInput("the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def _reason(exc: ValueError | RecursionError) -> str:
+    # other exceptions' words may quote the body
+    if isinstance(exc, json.JSONDecodeError):
+        return f"{exc.msg} at line {exc.lineno} column {exc.colno}"
+    return "nested too deeply" if isinstance(exc, RecursionError) else "not UTF-8 text, or a number is too long"
+
+
+def _validated(model: type[Model], fields: dict[str, Any]) -> Model:
+    try:
+        return model.model_validate(fields)
+    except ValidationError as exc:
+        fault = exc.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = param_name(tuple(part for part in fault["loc"]))
+    message = {
+        "extra_forbidden": "unknown parameter",
+        "missing": "is required",
+    }.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(fault["type"], "")
+    raise InvalidInput(f"{param}: {message[:1].lower()}{message[1:]}", param=param, code=code)
+
+
+def param_name(path: tuple[Any, ...]) -> str:
+    """A field's path such as `messages.0.role`, cut and made safe to encode: unknown names come from strangers."""
+    name = ".".join(map(str, path))[:MAX_PARAM_CHARS]
+    return name.encode("utf-8", "replace").decode()

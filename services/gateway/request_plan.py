@@ -1,0 +1,86 @@
+"""What a checked request asks for, in the engine's terms. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.gateway.openai_schema import ChatRequest, GenerationRequest
+from shared.contracts.errors import ContextExceeded, InvalidInput
+from shared.contracts.messages import Identity
+from shared.contracts.sampling import SamplingParams
+
+DEFAULT_MAX_TOKENS = 1024
+_U64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """A request ready to be admitted."""
+
+    kind: str  # chat | completions
+    model: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+
+
+def prompt_field(request: GenerationRequest) -> str:
+    """The field that holds the prompt, for errors."""
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def make_plan(
+    request: GenerationRequest, prompt: list[int], *, context: int, vocab_size: int, identity: Identity, seed: int
+) -> RequestPlan:
+    """The plan of a tokenized request.
+
+    Args:
+        prompt: its token ids.
+        context: most tokens of prompt and output together.
+        identity: for the tenant's default and limit of output tokens.
+        seed: used when the client gave none.
+
+    Raises:
+        ContextExceeded: prompt and output do not fit.
+        InvalidInput: no prompt, or a token id outside the vocabulary.
+    """
+    field = prompt_field(request)
+    if not prompt:
+        raise InvalidInput("the prompt has no tokens", param=field)
+    if max(prompt) >= vocab_size:
+        raise InvalidInput(f"token ids must be below {vocab_size}", param=field)
+    return RequestPlan(
+        kind="chat" if isinstance(request, ChatRequest) else "completions",
+        model=request.model,
+        prompt=tuple(prompt),
+        sampling=SamplingParams(
+            max_tokens=max_output(len(prompt), request.output_limit, context, identity, field),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            seed=(seed if request.seed is None else request.seed) & _U64,
+        ),
+        stops=request.stop,
+        stream=bool(request.stream),
+        include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+    )
+
+
+def max_output(num_prompt: int, asked: int | None, context: int, identity: Identity, field: str) -> int:
+    """Most output tokens. Without a number from the client: the least of what fits, the tenant's default and limit."""
+    rest = context - num_prompt
+    if rest < 1:
+        raise ContextExceeded(
+            f"this model's context is {context} tokens; the prompt alone has {num_prompt}", param=field
+        )
+    if asked is None:
+        limit = identity.limits.max_output_tokens or rest
+        return max(1, min(rest, limit, identity.default_max_tokens or DEFAULT_MAX_TOKENS))
+    if asked > rest:
+        raise ContextExceeded(
+            f"this model's context is {context} tokens; the prompt has {num_prompt} and {asked} are asked for",
+            param=field,
+        )
+    return asked

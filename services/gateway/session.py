@@ -1,0 +1,345 @@
+"""One request in flight: drives its `StreamCommit`, carries out what that asks for, keeps the text until it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
+
+from services.gateway.choice_text import ChoiceText
+from services.gateway.chunks import Usage
+from services.gateway.request_plan import RequestPlan
+from services.gateway.settings import GatewayConfig
+from shared.bus.bus import Bus
+from shared.contracts import subjects
+from shared.contracts.errors import BatonError, Unavailable, from_wire
+from shared.contracts.grants import Grant, SignedGrant
+from shared.contracts.ids import Term
+from shared.contracts.messages import (
+    Cancel,
+    Cancelled,
+    FinalAck,
+    FinalAcked,
+    Finish,
+    Finished,
+    Queued,
+    Refusal,
+    Settle,
+    StreamReplay,
+    StreamReplayed,
+    Submit,
+)
+from shared.contracts.tokens import pack_tokens
+from shared.telemetry import attributes as a
+from shared.telemetry.token_timings import TokenTimings
+from shared.text import stream_effects as fx
+from shared.text.stream_commit import StreamCommit
+
+log = logging.getLogger("baton.gateway")
+
+WORKER_REPLY_S = 1.0
+SETTLE_TRIES = 8
+SETTLE_PAUSE_S = 0.5
+_CHUNK_BYTES = 256  # of a delta's JSON around its text
+
+
+class Session:
+    """A request from its grant to its settlement.
+
+    Effects are applied in the task that brought the news; hops run in tasks of their own under the request's span.
+
+    Args:
+        span: the root span; ended here.
+        arrived: when the request arrived, monotonic seconds.
+        on_settled: called once, when nothing more is to be done.
+    """
+
+    def __init__(
+        self,
+        plan: RequestPlan,
+        signed: SignedGrant,
+        grant: Grant,
+        *,
+        bus: Bus,
+        config: GatewayConfig,
+        tracer: Tracer,
+        token_bytes: Callable[[int], bytes],
+        span: Span,
+        arrived: float,
+        term: Term,
+        on_settled: Callable[[Session], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self.request_id = grant.request_id
+        self.created = int(time.time())
+        self.stream = StreamCommit(
+            grant.request_id,
+            plan.prompt,
+            arrived=arrived,
+            budget_s=grant.budget_s,
+            find_stop=self._find_stop,
+            term=term,
+        )
+        self.aborted = asyncio.Event()
+        """The client is too slow: stop sending, close the connection."""
+        self._signed = signed
+        self._bus = bus
+        self._config = config
+        self._clock = clock
+        self._span = span
+        self._context = trace.set_span_in_context(span)
+        self._stream_span = tracer.start_span("gateway.stream", context=self._context)
+        self._timings = TokenTimings(arrived)
+        self._text = ChoiceText(token_bytes, plan.stops)
+        self._unsent: list[str] = []
+        self._unsent_bytes = 0
+        self._sent_bytes = 0
+        self._finish = ""
+        self._news = asyncio.Event()
+        self._taken_at = clock()
+        self._replays = 0
+        self._on_settled = on_settled
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Submit to the scheduler."""
+        self.apply(self.stream.start(self._clock()))
+
+    @property
+    def end(self) -> fx.End | None:
+        """How it ended for the client; None while it runs."""
+        return self.stream.end
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        prompt = len(self.plan.prompt)
+        return Usage(prompt, self.stream.num_committed, min(self.stream.totals.cached_tokens, prompt))
+
+    # ------------------------------------------------------------------------------------------ client side
+
+    async def wait(self) -> None:
+        """Returns when there is text to send, a choice has finished, or the request is over."""
+        await self._news.wait()
+
+    def take(self) -> tuple[str, str]:
+        """(text, finish reason or "") since the last call; the finish reason is given once."""
+        text, finish = "".join(self._unsent), self._finish
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        self._finish = ""
+        self._taken_at = self._clock()
+        if self.end is None:
+            self._news.clear()
+        return text, finish
+
+    def sent(self, num_bytes: int) -> None:
+        """Count bytes given to the client's connection."""
+        self._sent_bytes += num_bytes
+        self._taken_at = self._clock()
+
+    def cancel(self, reason: str) -> None:
+        """The client left: `client_gone`, `slow_client`."""
+        self.apply(self.stream.on_client_gone(reason, self._clock()))
+
+    def fail(self, error: BatonError) -> None:
+        """End it with an error of the gateway's own."""
+        self.apply(self.stream.on_error(error, self._clock()))
+
+    def tick(self, now: float, worker_seen: float | None) -> None:
+        """Let time pass."""
+        if self.plan.stream and self.stream.end is None and self._unsent:
+            blocked = now - self._taken_at > self._config.max_blocked_s
+            if blocked or self._unsent_bytes > self._config.max_unsent_bytes:
+                self.aborted.set()
+                self.cancel("slow_client")
+        self.apply(self.stream.on_tick(now, worker_seen))
+
+    # ------------------------------------------------------------------------------------------ effects
+
+    def apply(self, effects: list[fx.Effect]) -> None:
+        """Carry effects out, in order."""
+        settle: fx.SettleRequest | None = None
+        acks: list[fx.AckFinal] = []
+        for effect in effects:
+            match effect:
+                case fx.Commit(token_ids=ids):
+                    self._timings.add(self._clock(), len(ids))
+                    self._collect()
+                case fx.EndChoice(finish=finish):
+                    self._text.finish()
+                    self._collect()
+                    self._finish = finish
+                    self._news.set()
+                case fx.End():
+                    self._news.set()
+                    self._end_stream_span(effect)
+                case fx.SubmitAttempt():
+                    self._run(self._submit(effect))
+                case fx.AskReplay():
+                    self._replays += 1
+                    self._run(self._replay(effect))
+                case fx.SendCancel():
+                    self._run(self._send_cancel(effect))
+                case fx.SendFinish():
+                    self._run(self._send_finish(effect))
+                case fx.SettleRequest():
+                    settle = effect
+                case fx.AckFinal():
+                    acks.append(effect)
+        if settle is not None:
+            self._run(self._close(settle, acks))
+        else:
+            for ack in acks:
+                self._run(self._acknowledge(ack))
+
+    def _find_stop(self, choice: int, first_seq: int, token_ids: Any) -> int | None:
+        return self._text.push(token_ids)
+
+    def _collect(self) -> None:
+        if text := self._text.take():
+            self._unsent.append(text)
+            self._unsent_bytes += len(text) + _CHUNK_BYTES
+            self._news.set()
+
+    def _run(self, hop: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guarded(hop))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, hop: Coroutine[Any, Any, None]) -> None:
+        otel_context.attach(self._context)  # for this task only
+        try:
+            await hop
+        except BatonError as exc:
+            log.warning("request %s: %s", self.request_id, exc.message)
+        except Exception:
+            log.exception("request %s: a hop failed", self.request_id)
+
+    async def _submit(self, effect: fx.SubmitAttempt) -> None:
+        message = Submit(
+            attempt=effect.attempt,
+            ingress_id=self._config.ingress_id,
+            grant=self._signed,
+            token_ids=pack_tokens(effect.token_ids),
+            num_prompt_tokens=effect.num_prompt_tokens,
+            sampling=(self.plan.sampling,),
+            age_s=effect.age_s,
+            numerics=effect.numerics,
+        )
+        subject = subjects.sched_submit(self._config.pool)
+        error: BatonError | None = None
+        term = Term(0)
+        try:
+            reply = await self._bus.request(subject, message, Queued | Refusal, timeout_s=self._config.hop_timeout_s)
+            if isinstance(reply, Refusal):
+                error = from_wire(reply.error)
+            else:
+                term = reply.term
+        except BatonError as exc:
+            error = exc
+        if effect.attempt.epoch != self.stream.attempt.epoch:
+            return
+        now = self._clock()
+        self.apply(self.stream.on_queued(term, now) if error is None else self.stream.on_submit_failed(error, now))
+
+    async def _replay(self, effect: fx.AskReplay) -> None:
+        message = StreamReplay(attempt=effect.attempt, choice=effect.choice, from_seq=effect.from_seq)
+        subject = subjects.decode(effect.worker, "replay")
+        # without an answer the core asks again
+        reply = await self._bus.request(subject, message, StreamReplayed, timeout_s=WORKER_REPLY_S)
+        self.apply(
+            self.stream.on_replayed(
+                effect.attempt, effect.worker, effect.choice, reply.held, reply.records, self._clock()
+            )
+        )
+
+    async def _send_cancel(self, effect: fx.SendCancel) -> None:
+        subject = (subjects.decode if effect.role == "decode" else subjects.prefill)(effect.worker, "cancel")
+        message = Cancel(attempt=effect.attempt, reason=effect.reason)
+        totals = None
+        try:
+            totals = (await self._bus.request(subject, message, Cancelled, timeout_s=WORKER_REPLY_S)).totals
+        finally:
+            if effect.role == "decode":
+                now = self._clock()
+                self.apply(self.stream.on_cancel_reply(effect.attempt, effect.worker, totals, now))
+
+    async def _send_finish(self, effect: fx.SendFinish) -> None:
+        message = Finish(attempt=effect.attempt, choice=effect.choice, num_tokens=effect.num_tokens)
+        totals = None
+        try:
+            subject = subjects.decode(effect.worker, "finish")
+            totals = (await self._bus.request(subject, message, Finished, timeout_s=WORKER_REPLY_S)).totals
+        finally:
+            self.apply(self.stream.on_finish_reply(effect.choice, totals, self._clock()))
+
+    async def _acknowledge(self, effect: fx.AckFinal) -> None:
+        subject = subjects.decode(effect.worker, "ack")
+        # the worker sends the final again until it hears this
+        await self._bus.request(subject, FinalAck(attempts=(effect.attempt,)), FinalAcked, timeout_s=WORKER_REPLY_S)
+
+    async def _close(self, settle: fx.SettleRequest, acks: list[fx.AckFinal]) -> None:
+        try:
+            await self._publish_settlement(settle)
+            for ack in acks:
+                await self._acknowledge(ack)
+        finally:
+            self._end_root_span(settle)
+            self._on_settled(self)
+
+    async def _publish_settlement(self, settle: fx.SettleRequest) -> None:
+        message = Settle(
+            attempt=settle.attempt,
+            grant=self._signed,
+            prompt_tokens=settle.prompt_tokens,
+            completion_tokens=settle.completion_tokens,
+            cached_tokens=settle.cached_tokens,
+            finish=settle.finish,
+            compute=settle.compute,
+        )
+        message_id = f"{self.request_id}-{settle.attempt.epoch}-settle"
+        for turn in range(1, SETTLE_TRIES + 1):
+            try:
+                await self._bus.publish_durable(subjects.POLICY_SETTLE, message, message_id=message_id)
+                return
+            except Unavailable:
+                if turn == SETTLE_TRIES:  # the reservation expires at policy
+                    raise
+                await asyncio.sleep(SETTLE_PAUSE_S * turn)
+
+    # ------------------------------------------------------------------------------------------ spans
+
+    def _end_stream_span(self, end: fx.End) -> None:
+        span = self._stream_span
+        span.set_attributes(self._timings.summary())
+        span.set_attribute(a.COMPLETION_TOKENS, self.stream.num_committed)
+        span.set_attribute(a.FINISH, end.finish)
+        span.set_attribute(a.REPLAYS, self._replays)
+        span.set_attribute(a.LOST_WORKERS, self.stream.lost)
+        span.end()
+
+    def _end_root_span(self, settle: fx.SettleRequest) -> None:
+        span, end, placed = self._span, self.stream.end, self.stream.placed
+        span.set_attributes(self._timings.summary())
+        span.set_attribute(a.PROMPT_TOKENS, len(self.plan.prompt))
+        span.set_attribute(a.CACHED_TOKENS, settle.cached_tokens)
+        span.set_attribute(a.COMPLETION_TOKENS, settle.completion_tokens)
+        span.set_attribute(a.FINISH, settle.finish)
+        span.set_attribute(a.EPOCH, settle.attempt.epoch)
+        span.set_attribute(a.SENT_BYTES, self._sent_bytes)
+        if placed is not None:
+            span.set_attribute(a.PATH, placed.path)
+            span.set_attribute(a.LOCAL_S, placed.local_s)
+            span.set_attribute(a.HANDED_OFF_S, placed.handed_off_s)
+        error = end.error if end is not None else None
+        span.set_attribute(a.STATUS, "ok" if error is None else error.code)
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
