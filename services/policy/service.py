@@ -3,6 +3,7 @@ every answer is Unavailable."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ log = logging.getLogger("baton.policy")
 tracer = trace.get_tracer("baton.policy")
 
 QUEUE = "policy"
+MAX_AT_ONCE = 64
+"""Questions decided at the same time; each holds a Redis connection, of which a client has a bounded number."""
 NO_LIMITS = Limits()
 DEFAULT_TERMS = Terms(budget_s={"interactive": 600.0, "analysis": 3600.0, "batch": 86400.0})
 
@@ -53,6 +56,7 @@ class PolicyService:
         self._signer = signer
         self._verifier = GrantVerifier(by_id([signer.public_key]))
         self._defaults = defaults or Defaults()
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -75,7 +79,8 @@ class PolicyService:
     async def authenticate(self, delivery: Delivery) -> m.Identity | m.Refusal:
         """Whose key it is. Raises Unavailable when Redis does not answer."""
         try:
-            tenant, key = await self._owner(delivery.message.key_hash)
+            async with self._turns:
+                tenant, key = await self._owner(delivery.message.key_hash)
         except Unauthenticated as error:
             return m.Refusal(error=to_wire(error))
         return identity(tenant, key, self._defaults.limits, self._defaults.max_tokens)
@@ -87,7 +92,8 @@ class PolicyService:
             span.set_attributes({attr.REQUEST_ID: ask.request_id, attr.MODEL: ask.model})
             span.set_attributes({attr.PROMPT_TOKENS: ask.num_prompt_tokens, attr.MAX_TOKENS: ask.max_tokens})
             try:
-                return await self._decide(ask, delivery, span)
+                async with self._turns:
+                    return await self._decide(ask, delivery, span)
             except Unavailable as error:
                 span.set_attributes({attr.STATUS: error.code, attr.REASON: error.param or "unavailable"})
                 raise
@@ -139,6 +145,7 @@ class PolicyService:
         return tenant, key
 
     async def _decide(self, ask: m.Admit, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:
+        _in_time(delivery)
         tenant, _ = await self._owner(ask.key_hash)
         limits = effective_limits(tenant.limits, self._defaults.limits)
         span.set_attribute(attr.TENANT, tenant.id)
@@ -149,10 +156,12 @@ class PolicyService:
         if verdict.reason != quota.OK:
             error, never = admission.refusal(verdict, limits)
             return _refused(span, error, never)
-        if delivery.remaining_s() <= 0:
+        try:
+            _in_time(delivery)
+        except Unavailable:
             # Nobody waits for this grant any more, so nobody would settle it.
             await self._accounts.release(tenant.id, limits, reservation)
-            raise Unavailable(f"{delivery.subject}: budget spent", param=delivery.subject)
+            raise
         grant = admission.make_grant(ask, tenant, limits, klass, now_s, terms)
         span.set_attributes(
             {attr.STATUS: "ok", attr.CLASS: klass, attr.RESERVED_TOKENS: tokens, attr.BUDGET_S: grant.budget_s}
@@ -167,6 +176,11 @@ class PolicyService:
         if min(settle.prompt_tokens, settle.completion_tokens, settle.cached_tokens) < 0:
             raise Forbidden("token counts are negative", code="settlement_invalid")
         return grant
+
+
+def _in_time(delivery: Delivery) -> None:
+    if delivery.remaining_s() <= 0:
+        raise Unavailable(f"{delivery.subject}: budget spent", param=delivery.subject)
 
 
 def _refused(span: Span, error: BatonError, never: bool = False) -> m.Refusal:

@@ -1,0 +1,293 @@
+"""Policy on the memory bus with a real Redis behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from services.policy import service as policy_service
+from services.policy.accounts import Accounts
+from services.policy.admin import Admin
+from services.policy.admission import Terms
+from services.policy.bootstrap import apply_bootstrap, read_bootstrap
+from services.policy.records import Records
+from services.policy.service import Defaults, PolicyService
+from services.policy.tenants import OwnLimits
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.streams import AUDIT_STREAM
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.attempt import Attempt
+from shared.contracts.errors import BatonError, InvalidInput, SettingsError, Unavailable, from_wire
+from shared.contracts.grants import Grant, Limits, SignedGrant
+from shared.contracts.ids import Epoch, RequestId, TenantId
+from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
+from shared.store.redis_store import RedisStore, connect_redis
+from tests.servers import RedisServer
+
+DEMO, OTHER = TenantId("demo"), TenantId("other")
+DEMO_HASH, OTHER_HASH = (hashlib.sha256(name.encode()).digest() for name in ("demo-key", "other-key"))
+SIGNER = GrantSigner(Ed25519PrivateKey.from_private_bytes(bytes(32)))
+TERMS = Terms(budget_s={"interactive": 60.0, "analysis": 60.0, "batch": 60.0}, margin_s=5.0)
+
+
+def tenant_entry(name: str, key_hash: bytes, **fields: Any) -> dict[str, Any]:
+    return {"id": name, "keys": [{"id": f"{name}-key", "hash": key_hash.hex()}], **fields}
+
+
+def bootstrap_file(path: Path, *tenants: dict[str, Any]) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(json.dumps({"tenants": tenants}))
+    return path
+
+
+class World:
+    def __init__(self, redis: RedisStore, folder: Path) -> None:
+        prefix = f"test-{secrets.token_hex(4)}"
+        self.broker = MemoryBroker()
+        self.bus = MemoryBus(self.broker, "gateway")
+        self.records, self.accounts = Records(redis, prefix), Accounts(redis, prefix)
+        self.admin = Admin(MemoryBus(self.broker, "policy"), redis, self.records)
+        self.path = folder / "bootstrap.json"
+        self.redis = redis
+        defaults = Defaults(limits=Limits(requests_per_minute=1000, tokens_per_minute=100_000), terms=TERMS)
+        self.service = PolicyService(MemoryBus(self.broker, "policy"), self.records, self.accounts, SIGNER, defaults)
+        self.events: list[m.PolicyEvent] = []
+
+    async def start(self) -> None:
+        await self.bootstrap(tenant_entry("demo", DEMO_HASH), tenant_entry("other", OTHER_HASH))
+        await self.service.start()
+        await self.bus.subscribe(subjects.POLICY_EVENTS, m.PolicyEvent, lambda d: self.events.append(d.message))
+
+    async def bootstrap(self, *tenants: dict[str, Any]) -> int:
+        return await apply_bootstrap(read_bootstrap(bootstrap_file(self.path, *tenants)), self.records)
+
+    async def authenticate(self, key_hash: bytes) -> m.Identity | m.Refusal:
+        message = m.Authenticate(key_hash=key_hash)
+        return await self.bus.request(subjects.POLICY_AUTHENTICATE, message, m.Identity | m.Refusal, timeout_s=5.0)
+
+    async def ask(self, name: str, key_hash: bytes = DEMO_HASH, **fields: Any) -> m.Granted | m.Refusal:
+        asked = {"model": "m", "num_prompt_tokens": 10, "max_tokens": 20, **fields}
+        message = m.Admit(request_id=RequestId(name), key_hash=key_hash, **asked)
+        return await self.bus.request(subjects.POLICY_ADMIT, message, m.Granted | m.Refusal, timeout_s=5.0)
+
+    async def admitted(self, name: str, key_hash: bytes = DEMO_HASH, **fields: Any) -> m.Granted:
+        answer = await self.ask(name, key_hash, **fields)
+        assert isinstance(answer, m.Granted), answer
+        return answer
+
+    async def settle(self, name: str, grant: SignedGrant, tokens: int, epoch: int = 1) -> None:
+        message = m.Settle(
+            attempt=Attempt(RequestId(name), Epoch(epoch)), grant=grant, prompt_tokens=10, completion_tokens=tokens
+        )
+        await self.bus.publish_durable(subjects.POLICY_SETTLE, message, message_id=f"{name}-{epoch}-{tokens}")
+
+
+@pytest.fixture
+async def world(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[World]:
+    async with connect_redis(redis_server.url) as redis:
+        world = World(redis, tmp_path)
+        await world.start()
+        yield world
+        await world.service.stop()
+        await world.bus.close()
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not (await result if asyncio.iscoroutine(result := condition()) else result):
+        assert time.monotonic() < deadline, "condition not met in time"
+        await asyncio.sleep(0.005)
+
+
+def opened(granted: m.Granted) -> Grant:
+    return GrantVerifier(by_id([SIGNER.public_key])).verify(granted.grant, time.time())
+
+
+def error_of(answer: object) -> BatonError:
+    assert isinstance(answer, m.Refusal), answer
+    return from_wire(answer.error)
+
+
+async def test_a_key_names_its_tenant(world: World) -> None:
+    found = await world.authenticate(DEMO_HASH)
+    assert isinstance(found, m.Identity)
+    assert (found.tenant, found.key_id, found.default_max_tokens) == ("demo", "demo-key", 1024)
+    assert found.limits == Limits(1000, 100_000)
+    assert error_of(await world.authenticate(hashlib.sha256(b"guess").digest())).status == 401
+
+
+async def test_a_grant_is_signed_and_says_what_was_asked(world: World) -> None:
+    grant = opened(await world.admitted("r1", choices=2, klass="analysis"))
+    assert (grant.request_id, grant.tenant, grant.model, grant.klass) == ("r1", "demo", "m", "analysis")
+    assert (grant.scope.tenant, grant.scope.authorization, grant.scope.generation) == ("demo", (), 1)
+    assert grant.reserved_tokens == 50
+    assert abs(grant.expires_s - time.time() - 65.0) < 5.0
+
+
+async def test_two_tenants_get_two_scopes(world: World) -> None:
+    first, second = opened(await world.admitted("r1")), opened(await world.admitted("r1", OTHER_HASH))
+    assert first.scope != second.scope
+
+
+async def test_a_refusal_touches_no_quota(world: World) -> None:
+    assert error_of(await world.ask("r1", max_tokens=0)).param == "max_tokens"
+    assert error_of(await world.ask("r1", key_hash=bytes(32))).status == 401
+    assert await world.accounts.quota(DEMO) == {}
+
+
+async def test_a_hundred_concurrent_admits_never_exceed_the_limit(world: World) -> None:
+    await world.admin.set_limits(DEMO, OwnLimits(tokens_per_minute=300, requests_per_minute=0))
+    answers = await asyncio.gather(*(world.ask(f"r{i}") for i in range(100)))
+    granted = [answer for answer in answers if isinstance(answer, m.Granted)]
+    assert sum(opened(answer).reserved_tokens for answer in granted) == 300
+    for answer in answers:
+        if isinstance(answer, m.Refusal):
+            error = from_wire(answer.error)
+            assert (error.status, error.param) == (429, "tokens_per_minute")
+            assert error.retry_after_s > 0
+    # Each settles at 12 of its 30 tokens: two of them make room for one more.
+    for answer in granted[:2]:
+        await world.settle(opened(answer).request_id, answer.grant, 2)
+    await until(lambda: _held(world, 240))
+    await world.admitted("late")
+
+
+async def _held(world: World, tokens: int) -> bool:
+    return (await world.accounts.quota(DEMO))["held"] == str(tokens)
+
+
+async def test_a_settlement_is_booked_once_and_a_higher_epoch_replaces_it(world: World) -> None:
+    grant = (await world.admitted("r1")).grant
+    for epoch, tokens in ((1, 7), (1, 8), (2, 9), (1, 9)):
+        await world.settle("r1", grant, tokens, epoch)
+
+    async def booked() -> bool:
+        return (await world.accounts.usage(DEMO)).get("completion_tokens") == "9"
+
+    await until(booked)
+    usage = await world.accounts.usage(DEMO)
+    assert (usage["requests"], usage["prompt_tokens"]) == ("1", "10")
+    assert (await world.accounts.quota(DEMO))["held"] == "0"
+
+
+async def test_a_forged_settlement_is_dropped(world: World) -> None:
+    grant = (await world.admitted("r1")).grant
+    forger = GrantSigner(Ed25519PrivateKey.generate())
+    await world.settle("r1", forger.sign(opened(m.Granted(grant=grant))), 5)
+    await world.settle("r2", grant, 5)  # a true grant, of another request
+    await world.settle("r1", grant, 6)
+
+    async def booked() -> bool:
+        return bool(await world.accounts.usage(DEMO))
+
+    await until(booked)
+    assert (await world.accounts.usage(DEMO))["completion_tokens"] == "6"
+
+
+async def test_a_revoked_key_opens_nothing_and_stays_revoked(world: World) -> None:
+    await world.admin.revoke_key(DEMO, "demo-key")
+    assert error_of(await world.authenticate(DEMO_HASH)).status == 401
+    assert error_of(await world.ask("r1")).status == 401
+    await world.admitted("r1", OTHER_HASH)
+    assert world.events == [m.PolicyEvent(kind="revoked", tenant=DEMO, key_id="demo-key")]
+    assert await world.bootstrap(tenant_entry("demo", DEMO_HASH, weight=2.0)) == 1
+    assert error_of(await world.authenticate(DEMO_HASH)).status == 401
+    with pytest.raises(InvalidInput):
+        await world.admin.revoke_key(OTHER, "demo-key")
+
+
+async def test_changes_are_audited_without_losing_one(world: World) -> None:
+    await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=3))
+    assert await world.admin.raise_generation(DEMO) == 2
+    assert AUDIT_STREAM in world.broker.streams
+
+    async def kept() -> list[bytes]:
+        found: list[bytes] = await world.redis.execute("HVALS", world.records._audit)
+        return found if len(found) == 2 else []
+
+    await until(kept)
+    records = sorted((json.loads(record) for record in await kept()), key=lambda record: record["number"])
+    assert [record["action"] for record in records] == ["limits_changed", "scope_raised"]
+    assert all(record["tenant"] == "demo" and record["wall_time_s"] > 0 for record in records)
+    assert [(event.kind, event.generation) for event in world.events] == [("changed", 0), ("scope_raised", 2)]
+    assert opened(await world.admitted("r1")).scope.generation == 2
+
+
+async def test_bootstrap_leaves_later_changes_alone_until_the_file_changes(world: World) -> None:
+    await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=3))
+    assert await world.bootstrap(tenant_entry("demo", DEMO_HASH), tenant_entry("other", OTHER_HASH)) == 0
+    found = await world.authenticate(DEMO_HASH)
+    assert isinstance(found, m.Identity)
+    assert found.limits.requests_per_minute == 3
+    entry = tenant_entry("demo", DEMO_HASH, limits={"requests_per_minute": 4})
+    assert await world.bootstrap(entry) == 1
+    found = await world.authenticate(DEMO_HASH)
+    assert isinstance(found, m.Identity)
+    assert found.limits.requests_per_minute == 4
+    with pytest.raises(SettingsError, match="another tenant"):
+        await world.bootstrap(tenant_entry("thief", DEMO_HASH))
+
+
+async def test_concurrent_changes_are_all_kept(world: World) -> None:
+    await asyncio.gather(*(world.admin.raise_generation(DEMO) for _ in range(5)))
+    record = await world.records.tenant(DEMO)
+    assert record is not None
+    assert record.generation == 6
+
+
+async def test_without_redis_policy_fails_closed(own_redis_server: RedisServer, tmp_path: Path) -> None:
+    async with connect_redis(own_redis_server.url) as redis:
+        world = World(redis, tmp_path)
+        await world.start()
+        own_redis_server.kill()
+        for question in (world.authenticate(DEMO_HASH), world.ask("r1")):
+            with pytest.raises(Unavailable) as caught:
+                await question
+            assert caught.value.retry_after_s > 0
+        await world.service.stop()
+
+
+async def test_an_asker_who_has_gone_leaves_nothing_reserved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = world.accounts.reserve
+
+    async def slow(*args: Any, **kwargs: Any) -> Any:
+        answer = await reserve(*args, **kwargs)
+        await asyncio.sleep(0.2)
+        return answer
+
+    monkeypatch.setattr(world.accounts, "reserve", slow)
+    message = m.Admit(request_id=RequestId("r"), key_hash=DEMO_HASH, model="m", num_prompt_tokens=1, max_tokens=1)
+    with pytest.raises(Unavailable):
+        await world.bus.request(subjects.POLICY_ADMIT, message, m.Granted | m.Refusal, timeout_s=0.1)
+    await until(lambda: _held(world, 0))
+
+
+async def test_spans_tell_counts_and_reasons(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(policy_service, "tracer", provider.get_tracer("baton.policy"))
+    grant = (await world.admitted("r1")).grant
+    await world.ask("r2", max_tokens=0)
+    await world.settle("r1", grant, 5)
+    await until(lambda: len(exporter.get_finished_spans()) == 3)
+    admit, refused, settle = exporter.get_finished_spans()
+    assert [span.name for span in (admit, refused, settle)] == ["policy.admit", "policy.admit", "policy.settle"]
+    assert admit.attributes is not None
+    assert (admit.attributes["baton.status"], admit.attributes["baton.reserved_tokens"]) == ("ok", 30)
+    assert refused.attributes is not None
+    assert (refused.attributes["baton.status"], refused.attributes["baton.reason"]) == ("invalid_value", "max_tokens")
+    assert settle.attributes is not None
+    assert settle.attributes["baton.completion_tokens"] == 5
