@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from opentelemetry.trace import Tracer, get_tracer
+
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
@@ -88,9 +90,11 @@ class WorkerShell:
         worker: WorkerId,
         pool: str,
         fences: Fences,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pool` is the model pool's name; the core's engine must have been started."""
+        self.tracer = tracer or get_tracer("baton")
         self.bus = bus
         self.core = core
         self.worker = worker

@@ -1,0 +1,173 @@
+"""Everything a decode worker holds: requests from reservation to acknowledged final, and how each of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Iterable
+
+from services.decode import reserving
+from services.decode.handoff_in import HandoffIn
+from services.decode.held import Choice, Held, sum_totals
+from services.decode.reservation import ReservationTable
+from services.decode.stream_outbox import StreamOutbox
+from shared.bus.bus import Delivery
+from shared.contracts import subjects
+from shared.contracts.errors import BatonError, Internal, to_wire
+from shared.contracts.grants import Grant
+from shared.contracts.ids import IngressId, RequestId
+from shared.contracts.messages import Reserve, StreamFrame, Totals
+from shared.contracts.tokens import unpack_tokens
+from shared.engine.batcher import Batcher
+from shared.engine.sequence import ERROR, SequenceUpdate
+from shared.engine.worker_fences import Fences
+from shared.engine.worker_shell import WorkerShell
+from shared.kv.transfer import Transport
+from shared.telemetry.token_timings import TokenTimings
+
+log = logging.getLogger("baton.decode")
+
+
+class Book:
+    """The requests of one decode worker. Runs on the event loop."""
+
+    def __init__(self, shell: WorkerShell, fences: Fences, transport: Transport) -> None:
+        self.shell = shell
+        self.table = ReservationTable(fences)
+        self.outbox = StreamOutbox(shell.worker, shell.incarnation)
+        self.handoff = HandoffIn(shell, transport, self._kv_settled)
+        self.held: dict[RequestId, Held] = {}
+        self._by_seq: dict[str, tuple[Held, int]] = {}
+        self._numbers = itertools.count(1)
+
+    def register(self, message: Reserve, grant: Grant, delivery: Delivery) -> Held:
+        """Known from here on, so that news that overtakes the planner's answer finds it."""
+        number = next(self._numbers)
+        now = self.shell.clock()
+        choices = [
+            Choice(f"{message.attempt.request_id}/{number}.{i}", TokenTimings(now))
+            for i in range(len(message.sampling))
+        ]
+        held = Held(
+            attempt=message.attempt,
+            reserve=message,
+            grant=grant,
+            token_ids=tuple(unpack_tokens(message.token_ids)),
+            choices=choices,
+            lease_token=secrets.token_bytes(16),
+            reserved_at=now,
+            context=delivery.context,
+            span=self.shell.tracer.start_span("decode.run", context=delivery.context),
+            answer=asyncio.get_running_loop().create_future(),
+        )
+        self.held[message.attempt.request_id] = held
+        for i, choice in enumerate(choices):
+            self._by_seq[choice.seq_id] = (held, i)
+            if grant.retention_s != 0:
+                self.shell.tagger.chains.open(choice.seq_id, held.attempt, message.grant, message.tags)
+        self.outbox.open(held.attempt, message.ingress_id, len(choices), len(held.committed))
+        return held
+
+    def take_updates(self, updates: list[SequenceUpdate]) -> None:
+        """What one step changed: tokens into frames, full blocks to the tagger, ends into finals."""
+        now, ended = self.shell.clock(), False
+        for update in updates:
+            entry = self._by_seq.get(update.seq_id)
+            if entry is None:
+                continue
+            held, number = entry
+            if update.token_ids:
+                held.choices[number].saw(len(update.token_ids), now)
+                self.outbox.tokens(held.attempt, number, update.token_ids)
+            if any(update.completed):
+                self.shell.tagger.completed(update.seq_id, update.completed, ask=True)
+            if update.finish:
+                ended = True
+                self.finish(held, number, update)
+        self.send_frames()
+        if ended:
+            self.shell.changed()
+
+    def finish(self, held: Held, number: int, update: SequenceUpdate) -> None:
+        choice = held.choices[number]
+        totals = held.account(choice, update.totals or Totals())
+        error = None
+        if update.finish == ERROR:
+            log.error("%s ended with an error: %s", held.attempt.request_id, update.detail)
+            error = to_wire(Internal("the model produced no usable output", code="engine_error"))
+        self.outbox.finish(held.attempt, number, update.finish, totals, error)
+        self.close_choice(held, number, update.finish)
+
+    def close_choice(self, held: Held, number: int, finish: str) -> None:
+        """The choice needs its sequence no more; with the last one the reservation is over."""
+        choice = held.choices[number]
+        if not choice.ended:
+            choice.ended = finish
+            self._by_seq.pop(choice.seq_id, None)
+            self.shell.tagger.chains.close(choice.seq_id)
+        if held.ended and self.table.get(held.attempt) is not None:
+            self.table.end(held.attempt)
+            if held.sink is not None:
+                self.handoff.apply(held, held.sink.close())
+            reserving.end_span(held)
+
+    async def end(self, held: Held, reason: str) -> Totals:
+        """Cancel what still runs and forget the request. Returns its account."""
+        totals = [t for i in range(len(held.choices)) if (t := self.outbox.finished(held.attempt, i)) is not None]
+        running = [(i, c) for i, c in enumerate(held.choices) if not c.ended]
+        self.outbox.drop_request(held.attempt.request_id)
+        self.forget(held)
+        for choice in held.running:
+            choice.ended = reason
+            self.shell.tagger.chains.close(choice.seq_id)
+        if held.sink is not None:
+            self.handoff.apply(held, held.sink.close())
+        reserving.end_span(held)
+
+        def cancel(batcher: Batcher) -> list[Totals | None]:
+            return [batcher.cancel(choice.seq_id) for _, choice in running]
+
+        try:
+            ended = await self.shell.call(cancel)
+        except BatonError:  # the engine has stopped: nothing runs any more
+            ended = []
+        totals += [held.account(c, t) for (_, c), t in zip(running, ended or [None] * len(running), strict=True) if t]
+        self.shell.changed()
+        return sum_totals(totals)
+
+    async def fail(self, held: Held, error: BatonError) -> None:
+        """End what runs with an error final: every accepted request ends."""
+        running = [i for i, c in enumerate(held.choices) if not c.ended]
+        seq_ids = [held.choices[i].seq_id for i in running]
+        totals = await self.shell.call(lambda batcher: [batcher.cancel(seq_id) for seq_id in seq_ids])
+        for i, total in zip(running, totals, strict=True):
+            account = held.account(held.choices[i], total or Totals())
+            self.outbox.finish(held.attempt, i, ERROR, account, to_wire(error))
+            self.close_choice(held, i, ERROR)
+        self.send_frames()
+
+    def forget(self, held: Held) -> None:
+        if self.held.get(held.attempt.request_id) is held:
+            del self.held[held.attempt.request_id]
+        self.outbox.drop_request(held.attempt.request_id)
+        for choice in held.choices:
+            self._by_seq.pop(choice.seq_id, None)
+            self.shell.tagger.chains.close(choice.seq_id)
+
+    def forget_given_up(self) -> None:
+        """Requests whose finals nobody acknowledged in time."""
+        for held in [h for h in self.held.values() if h.ended and not self.outbox.holds(h.attempt)]:
+            self.forget(held)
+
+    def _kv_settled(self, held: Held) -> None:
+        self.table.kv_settled(held.attempt)
+        self.shell.changed()
+
+    def send_frames(self) -> None:
+        self.send(self.outbox.frames(self.shell.clock()))
+
+    def send(self, frames: Iterable[tuple[IngressId, StreamFrame]]) -> None:
+        for ingress, frame in frames:
+            self.shell.publisher.send(subjects.stream(ingress), frame)

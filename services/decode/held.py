@@ -1,0 +1,152 @@
+"""What a decode worker knows of one request it holds: its choices, its hand-off, and its account. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from shared.contracts.attempt import Attempt
+from shared.contracts.grants import Grant
+from shared.contracts.ids import IngressId
+from shared.contracts.messages import Refusal, Reserve, Reserved, Totals
+from shared.contracts.tokens import unpack_tokens
+from shared.engine.sequence import completion_checksum
+from shared.kv.block_table import BlockTable
+from shared.kv.handoff import Sink
+from shared.telemetry.token_timings import TokenTimings
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice's sequence and the times of its tokens, in seconds on the worker's clock."""
+
+    seq_id: str
+    timings: TokenTimings
+    ended: str = ""  # its finish reason
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    def saw(self, count: int, now: float) -> None:
+        """`count` new tokens came at `now`."""
+        if self.timings.count == 0:
+            self.first_at = now
+        self.last_at = now
+        self.timings.add(now, count)
+
+
+@dataclass(slots=True)
+class PullStats:
+    """What the hand-off came to."""
+
+    num_bytes: int = 0
+    blocks: int = 0
+    seconds: float = 0.0  # in the transfer thread
+    mismatches: int = 0
+    span: trace.Span | None = None
+
+
+@dataclass(slots=True)
+class Held:
+    """One request, from its reservation to the acknowledgement of its finals."""
+
+    attempt: Attempt
+    reserve: Reserve
+    grant: Grant
+    token_ids: tuple[int, ...]
+    choices: list[Choice]
+    lease_token: bytes
+    reserved_at: float
+    context: Context
+    span: trace.Span
+    answer: asyncio.Future[Reserved | Refusal]
+    kv_ready_at: float = 0.0
+    tables: tuple[BlockTable, ...] = ()  # of choice 0
+    num_cached_tokens: int = 0
+    sink: Sink | None = None
+    pinned: bool = False  # the batcher keeps choice 0's blocks for the sink
+    local_reason: str = ""  # why an awaited hand-off was given up
+    pulls: PullStats = field(default_factory=PullStats)
+
+    @property
+    def ingress_id(self) -> IngressId:
+        return self.reserve.ingress_id
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """Output tokens of earlier epochs, which came with the reservation."""
+        return self.token_ids[self.reserve.num_prompt_tokens :]
+
+    @property
+    def ended(self) -> bool:
+        return all(c.ended for c in self.choices)
+
+    @property
+    def running(self) -> list[Choice]:
+        return [c for c in self.choices if not c.ended]
+
+    @property
+    def path(self) -> str:
+        return "handed_off" if self.sink is not None and self.sink.state in ("waiting", "done") else "local"
+
+    def account(self, choice: Choice, totals: Totals) -> Totals:
+        """The batcher's totals with the seconds and bytes it does not know."""
+        started = self.kv_ready_at or self.reserved_at
+        return msgspec.structs.replace(
+            totals,
+            prefill_s=max(0.0, choice.first_at - started) if choice.timings.count else 0.0,
+            decode_s=max(0.0, choice.last_at - choice.first_at),
+            first_token_s=max(0.0, choice.first_at - self.reserved_at) if choice.timings.count else 0.0,
+            bytes_pulled=self.pulls.num_bytes if choice is self.choices[0] else 0,
+        )
+
+
+def goes_on(held: Held, message: Reserve, generated: list[int]) -> bool:
+    """True if a newer attempt at the held request can go on with what is here.
+
+    The tokens the ingress committed meanwhile must be a beginning of those this worker has made; `generated` are
+    choice 0's of this worker.
+    """
+    if message.sampling != held.reserve.sampling or message.num_prompt_tokens != held.reserve.num_prompt_tokens:
+        return False
+    tokens = tuple(unpack_tokens(message.token_ids))
+    known = (*held.token_ids, *generated)
+    if len(held.choices) > 1 and len(tokens) > message.num_prompt_tokens:
+        return False
+    return tokens == known[: len(tokens)]
+
+
+def cut_totals(totals: Totals, completion: tuple[int, ...], num_tokens: int) -> Totals:
+    """The account of an ended choice, cut at `num_tokens` of its `completion`; the rest is waste."""
+    kept = completion[:num_tokens]
+    return msgspec.structs.replace(
+        totals,
+        completion_tokens=len(kept),
+        wasted_tokens=totals.wasted_tokens + len(completion) - len(kept),
+        checksum=completion_checksum(kept),
+    )
+
+
+def sum_totals(parts: Iterable[Totals]) -> Totals:
+    """One account of several choices: prompt and checksum of the first, everything else added up."""
+    parts = list(parts)
+    if not parts:
+        return Totals()
+    first = parts[0]
+    return Totals(
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        completion_tokens=sum(t.completion_tokens for t in parts),
+        computed_tokens=sum(t.computed_tokens for t in parts),
+        received_tokens=sum(t.received_tokens for t in parts),
+        wasted_tokens=sum(t.wasted_tokens for t in parts),
+        checksum=first.checksum if len(parts) == 1 else b"",
+        prefill_s=sum(t.prefill_s for t in parts),
+        decode_s=sum(t.decode_s for t in parts),
+        bytes_pulled=sum(t.bytes_pulled for t in parts),
+        first_token_s=first.first_token_s,
+    )

@@ -1,0 +1,132 @@
+"""The steps of a reservation that need no state of the worker: checks, what the batcher is asked, what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.decode.held import Held
+from shared.contracts.errors import ContextExceeded, Forbidden, ProtocolError
+from shared.contracts.grants import Grant
+from shared.contracts.messages import Reserve, Reserved
+from shared.engine.batcher import Batcher, Reservation
+from shared.engine.sequence import SequenceSpec
+from shared.engine.worker_shell import WorkerShell
+from shared.kv.block_table import BlockTable
+from shared.kv.handoff import Sink
+from shared.telemetry import attributes as a
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The batcher's yes. `awaiting`: choice 0 waits for KV, and its blocks are pinned for the pulls."""
+
+    num_cached_tokens: int
+    tables: tuple[BlockTable, ...]
+    awaiting: bool
+
+
+def require_sane(message: Reserve, grant: Grant, max_positions: int) -> None:
+    """Refuse what no waiting can make right.
+
+    Raises:
+        Forbidden: the grant is another request's.
+        ProtocolError: the parts of the message contradict each other.
+        ContextExceeded: prompt and output do not fit the model's context.
+    """
+    if grant.request_id != message.attempt.request_id:
+        raise Forbidden("the grant is another request's", code="grant_invalid")
+    num_tokens, prompt = len(message.token_ids) // 4, message.num_prompt_tokens
+    if not message.sampling or not 0 < prompt <= num_tokens:
+        raise ProtocolError("a reservation needs a prompt and at least one choice")
+    for sampling in message.sampling:
+        if num_tokens - prompt >= sampling.max_tokens:
+            raise ProtocolError("nothing is left to sample")
+        if prompt + sampling.max_tokens > max_positions:
+            raise ContextExceeded(f"{prompt} + {sampling.max_tokens} tokens exceed the context of {max_positions}")
+
+
+def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
+    """One sequence per choice; the first one waits for KV when a prefill worker was named."""
+    message, grant = held.reserve, held.grant
+    tags = tuple(g.tags for g in sorted(message.tags, key=lambda g: g.group))
+    return [
+        SequenceSpec(
+            seq_id=choice.seq_id,
+            token_ids=held.token_ids,
+            num_prompt_tokens=message.num_prompt_tokens,
+            sampling=sampling,
+            eos_token_ids=eos_token_ids,
+            tags=tags,
+            tenant=grant.tenant,
+            klass=grant.klass,
+            weight=grant.weight,
+            await_kv=bool(message.prefill_worker) and i == 0,
+        )
+        for i, (choice, sampling) in enumerate(zip(held.choices, message.sampling, strict=True))
+    ]
+
+
+def accept(batcher: Batcher, specs: Sequence[SequenceSpec]) -> Accepted:
+    """On the planner thread: all choices or none. Raises ReservationRefused."""
+    accepted: list[Reservation] = []
+    try:
+        for spec in specs:
+            accepted.append(batcher.reserve(spec))
+    except Exception:
+        for spec in specs[: len(accepted)]:
+            batcher.cancel(spec.seq_id)
+        raise
+    first, spec = accepted[0], specs[0]
+    awaiting = spec.await_kv and first.num_cached_tokens < len(spec.token_ids) - 1
+    if awaiting:
+        batcher.pin(spec.seq_id)
+    elif spec.await_kv:
+        batcher.release(spec.seq_id)
+    return Accepted(first.num_cached_tokens, first.tables, awaiting)
+
+
+def sink_of(held: Held, shell: WorkerShell) -> Sink:
+    """The hand-off into a fresh reservation: all but the last token of what it came with."""
+    facts = shell.core.facts
+    return Sink(
+        shell.worker,
+        held.attempt,
+        held.reserve.prefill_worker,
+        held.lease_token,
+        facts.fingerprint,
+        tuple(group.block_size for group in facts.layout.groups),
+        held.num_cached_tokens,
+        len(held.token_ids) - 1,
+    )
+
+
+def reserved(held: Held, shell: WorkerShell, *, already_running: bool) -> Reserved:
+    """The answer to the scheduler: what of the prompt is here, pulled blocks included."""
+    here = held.sink.contiguous if held.sink is not None else held.num_cached_tokens
+    return Reserved(
+        incarnation=shell.incarnation,
+        num_cached_tokens=here,
+        lease_token=held.lease_token,
+        fingerprint=shell.core.facts.fingerprint,
+        already_running=already_running,
+    )
+
+
+def end_span(held: Held) -> None:
+    """Close `decode.run` with what the request came to. Idempotent: a span ends once."""
+    first = held.choices[0]
+    ready = held.kv_ready_at or held.reserved_at
+    held.span.set_attributes(
+        {
+            a.PATH: held.path,
+            a.REASON: held.local_reason,
+            a.COMPLETION_TOKENS: sum(c.timings.count for c in held.choices),
+            a.CACHED_TOKENS: held.num_cached_tokens,
+            a.PREFILL_S: max(0.0, first.first_at - ready) if first.timings.count else 0.0,
+            a.DECODE_S: first.last_at - first.first_at,
+            a.FINISH: ",".join(c.ended for c in held.choices),
+            **first.timings.summary(),
+        }
+    )
+    held.span.end()

@@ -1,0 +1,346 @@
+"""A prefill worker: computes the KV of prompts without their last token and hands the blocks over as they finish.
+
+`source_table` decides which attempts live and when blocks may go, the batcher what is computed; this file carries news
+between them and the bus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from services.prefill.source_table import SourceTable
+from shared.bus.bus import Delivery, Subscription
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.attempt import Attempt
+from shared.contracts.errors import BatonError, Conflict, Forbidden, Internal, Overloaded, ProtocolError, to_wire
+from shared.contracts.grants import Grant, SignedGrant
+from shared.contracts.ids import BlockGeneration, RequestId, WorkerId
+from shared.contracts.sampling import SamplingParams
+from shared.contracts.tokens import unpack_tokens
+from shared.engine.batcher import NeverFits, Reservation, ReservationRefused
+from shared.engine.sequence import ERROR, SequenceSpec, SequenceUpdate
+from shared.engine.worker_fences import Fences
+from shared.engine.worker_shell import WorkerShell
+from shared.kv.handoff import Free, SendCommit, Source, SourceEffect, SourceIdentity
+from shared.kv.transfer import digest_blocks
+from shared.telemetry import attributes as a
+
+log = logging.getLogger("baton.prefill")
+
+NO_SAMPLING = SamplingParams(max_tokens=1)
+VerifyGrant = Callable[[SignedGrant], Grant]
+
+
+@dataclass(slots=True)
+class Run:
+    """One hand-off in the making."""
+
+    seq_id: str
+    source: Source
+    context: Context
+    span: trace.Span
+    started_at: float
+    reservation: Reservation | None = None
+    computed: int = 0
+    chunks: int = 0
+    naming: bool = False  # digests are being computed in the transfer thread
+
+
+class PrefillWorker:
+    """One prefill worker on the bus. Use as `await start()` … `await stop(limit_s)`."""
+
+    name = "prefill"
+
+    def __init__(self, shell: WorkerShell, fences: Fences, verify_grant: VerifyGrant) -> None:
+        """`fences` is the shell's. `verify_grant` raises Forbidden for what policy did not sign."""
+        facts = shell.core.facts
+        self.shell = shell
+        self.table = SourceTable(fences)
+        self._verify = verify_grant
+        self._identity = SourceIdentity(
+            shell.worker,
+            shell.incarnation,
+            facts.fingerprint,
+            shell.core.pool.path.name,
+            tuple(group.block_size for group in facts.layout.groups),
+        )
+        self._runs: dict[RequestId, Run] = {}
+        self._by_seq: dict[str, Run] = {}
+        self._numbers = itertools.count(1)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-digest")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscriptions: list[Subscription] = []
+
+    # ------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Serve; acks and beats are subscribed before the first run can be accepted."""
+        bus, worker = self.shell.bus, self.shell.worker
+        self._subscriptions = [
+            await bus.subscribe(subjects.handoff(worker, "ack"), m.HandoffAck, self._on_ack),
+            await bus.subscribe(subjects.handoff(worker, "release"), m.HandoffRelease, self._on_release),
+            await bus.serve(subjects.prefill(worker, "run"), m.PrefillRun, self._on_run),
+            await bus.serve(subjects.prefill(worker, "cancel"), m.Cancel, self._on_cancel),
+        ]
+        await self.shell.start(self)
+
+    async def stop(self, limit_s: float) -> None:
+        """Stop in the order `worker_shell` gives reasons for. Decode workers go on alone from what they pulled."""
+        if not await self.shell.drain(lambda: len(self.table) == 0, limit_s):
+            error = to_wire(Overloaded("the prefill worker was stopped", code="worker_stopping"))
+            for run in list(self._runs.values()):
+                self._apply([run.source.fail(error, self.shell.clock())])
+                self._apply(self.table.cancel(run.source.attempt, "stopping"))
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._thread.shutdown, True)
+        await self.shell.stop()
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    async def _on_run(self, delivery: Delivery) -> m.PrefillAccepted | m.Refusal:
+        message: m.PrefillRun = delivery.message
+        token_ids = tuple(unpack_tokens(message.token_ids))
+        try:
+            grant = self._verify(message.grant)
+            _require_sane(message, grant, token_ids)
+        except BatonError as exc:
+            return m.Refusal(error=to_wire(exc), never=True)
+        if self.shell.draining:
+            return m.Refusal(error=to_wire(Overloaded("the worker is stopping", retry_after_s=1.0)))
+        known = self._runs.get(message.attempt.request_id)
+        if known is not None and known.source.attempt == message.attempt and known.reservation is not None:
+            return self._accepted(known)
+        reason = self.table.refuses(message.attempt, message.term)
+        if reason or (known is not None and known.source.attempt == message.attempt):
+            error = Conflict("a newer attempt or leader was seen", code=reason or "already_starting")
+            return m.Refusal(error=to_wire(error))
+        return await self._open(message, grant, token_ids, delivery)
+
+    async def _open(
+        self, message: m.PrefillRun, grant: Grant, token_ids: tuple[int, ...], delivery: Delivery
+    ) -> m.PrefillAccepted | m.Refusal:
+        run = self._register(message, len(token_ids), delivery)
+        tags = tuple(g.tags for g in sorted(message.tags, key=lambda g: g.group))
+        spec = SequenceSpec(
+            seq_id=run.seq_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            sampling=NO_SAMPLING,
+            tags=tags,
+            tenant=grant.tenant,
+            klass=grant.klass,
+            weight=grant.weight,
+            compute_only=True,
+        )
+        if grant.retention_s != 0:
+            self.shell.tagger.chains.open(run.seq_id, message.attempt, message.grant, message.tags)
+        try:
+            run.reservation = await self.shell.call(lambda batcher: batcher.reserve(spec))
+        except (ReservationRefused, BatonError) as exc:
+            self.table.withdraw(message.attempt)
+            self._drop(run, "refused")
+            error = exc if isinstance(exc, BatonError) else Overloaded(str(exc), retry_after_s=0.5)
+            return m.Refusal(error=to_wire(error), never=isinstance(exc, NeverFits))
+        self.shell.changed()
+        if run.source.freed:
+            return m.Refusal(error=to_wire(Conflict("cancelled while being started", code="cancelled")))
+        run.computed = max(run.computed, run.reservation.num_cached_tokens)
+        self._name_what_is_due(run)
+        return self._accepted(run)
+
+    def _register(self, message: m.PrefillRun, num_tokens: int, delivery: Delivery) -> Run:
+        """Known from here on, so that news that overtakes the planner's answer finds it."""
+        now = self.shell.clock()
+        source = Source(
+            self._identity,
+            message.attempt,
+            message.decode_worker,
+            message.decode_incarnation,
+            message.lease_token,
+            message.first_token,
+            num_tokens,
+            message.lease_s,
+            now,
+        )
+        run = Run(
+            seq_id=f"{message.attempt.request_id}/p{next(self._numbers)}",
+            source=source,
+            context=delivery.context,
+            span=self.shell.tracer.start_span("prefill.run", context=delivery.context),
+            started_at=now,
+        )
+        self._apply(self.table.open(source))
+        self._runs[message.attempt.request_id] = run
+        self._by_seq[run.seq_id] = run
+        return run
+
+    def _accepted(self, run: Run) -> m.PrefillAccepted:
+        assert run.reservation is not None
+        return m.PrefillAccepted(
+            incarnation=self.shell.incarnation,
+            num_cached_tokens=run.reservation.num_cached_tokens,
+            fingerprint=self.shell.core.facts.fingerprint,
+        )
+
+    async def _on_cancel(self, delivery: Delivery) -> m.Cancelled:
+        message: m.Cancel = delivery.message
+        effects = self.table.cancel(message.attempt, message.reason or "cancelled")
+        self._apply(effects)
+        return m.Cancelled(held=bool(effects))
+
+    # ------------------------------------------------------------------------------------------ news
+
+    def _on_ack(self, delivery: Delivery) -> None:
+        message: m.HandoffAck = delivery.message
+        self._apply(self.table.ack(message, self.shell.clock()))
+
+    def _on_release(self, delivery: Delivery) -> None:
+        message: m.HandoffRelease = delivery.message
+        self._apply(self.table.release(message))
+
+    def attempts(self) -> Mapping[Attempt, int]:
+        """See `Role.attempts`."""
+        return {run.source.attempt: run.computed for run in self._runs.values()}
+
+    def awaited_peers(self) -> frozenset[WorkerId]:
+        """See `Role.awaited_peers`."""
+        return self.table.decode_workers
+
+    def peer_beat(self, beat: m.WorkerBeat, progress: Mapping[Attempt, m.AttemptProgress], now: float) -> None:
+        """See `Role.peer_beat`: a decode worker's beat renews the leases of what it lists."""
+        if beat.role == "decode":
+            counters = {attempt: p.progress for attempt, p in progress.items()}
+            self._apply(self.table.decode_beat(beat.worker, beat.incarnation, counters, now))
+
+    def peer_died(self, worker: WorkerId) -> None:
+        """See `Role.peer_died`."""
+        self._apply(self.table.decode_died(worker))
+
+    def tick(self, now: float) -> None:
+        """See `Role.tick`: resends and leases."""
+        self._apply(self.table.tick(now))
+
+    def take_updates(self, updates: list[SequenceUpdate]) -> None:
+        """See `Role.take_updates`: finished blocks are named, full ones tagged."""
+        for update in updates:
+            run = self._by_seq.get(update.seq_id)
+            if run is None or run.source.freed:
+                continue
+            if update.finish == ERROR:
+                log.error("%s failed: %s", run.source.attempt.request_id, update.detail)
+                error = to_wire(Internal("prefill failed", code="engine_error"))
+                self._apply([run.source.fail(error, self.shell.clock())])
+                continue
+            run.computed = update.num_computed_tokens
+            run.chunks += 1
+            if any(update.completed):
+                self.shell.tagger.completed(update.seq_id, update.completed, ask=False)
+            self._name_what_is_due(run)
+            if update.finish:
+                self._end_span(run)
+                self.shell.changed()
+
+    # ------------------------------------------------------------------------------------------ commits
+
+    def _name_what_is_due(self, run: Run) -> None:
+        """Digest and name the blocks that became final, in chunks as they come."""
+        if run.naming or run.source.freed or run.reservation is None or not any(run.source.due(run.computed)):
+            return
+        run.naming = True
+        task = asyncio.get_running_loop().create_task(self._name(run, run.reservation))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _name(self, run: Run, reservation: Reservation) -> None:
+        loop, source = asyncio.get_running_loop(), run.source
+        try:
+            while not source.freed and not source.complete:
+                computed = run.computed
+                due = source.due(computed)
+                if not any(due):
+                    break
+                blocks = [
+                    (group, table.block_ids[position], int(table.generations[position]), position)
+                    for group, (table, positions) in enumerate(zip(reservation.tables, due, strict=True))
+                    for position in positions
+                ]
+                digests = await loop.run_in_executor(
+                    self._thread, digest_blocks, self.shell.core.pool.span, source.attempt, blocks
+                )
+                if self.table.get(source.attempt) is not source:
+                    break
+                named = _refs(blocks, digests, len(due))
+                self._apply([source.name(computed, named, reservation.num_cached_tokens, self.shell.clock())])
+        except Exception:
+            log.exception("blocks of %s could not be named", source.attempt.request_id)
+            self._apply([source.fail(to_wire(Internal("digest failed")), self.shell.clock())])
+        finally:
+            run.naming = False
+
+    def _apply(self, effects: Iterable[SourceEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendCommit(worker, message):
+                    run = self._runs.get(message.attempt.request_id)
+                    context = run.context if run is not None else None
+                    self.shell.publisher.send(subjects.handoff(worker, "commit"), message, context)
+                case Free(attempt, reason):
+                    run = self._runs.get(attempt.request_id)
+                    if run is not None and run.source.attempt == attempt:
+                        self._drop(run, reason)
+
+    def _drop(self, run: Run, reason: str) -> None:
+        """The blocks may go, once no step in flight touches them."""
+        self.shell.post(lambda batcher: batcher.cancel(run.seq_id))
+        self.shell.tagger.chains.close(run.seq_id)
+        del self._by_seq[run.seq_id]
+        if self._runs.get(run.source.attempt.request_id) is run:
+            del self._runs[run.source.attempt.request_id]
+        run.span.set_attribute(a.REASON, reason)
+        self._end_span(run)
+        self.shell.changed()
+
+    def _end_span(self, run: Run) -> None:
+        if not run.span.is_recording():
+            return
+        run.span.set_attributes(
+            {
+                a.PROMPT_TOKENS: run.source.num_tokens,
+                a.CACHED_TOKENS: run.reservation.num_cached_tokens if run.reservation is not None else 0,
+                a.CHUNKS: run.chunks,
+                a.COMPUTED_TOKENS: run.computed,
+                a.PREFILL_S: self.shell.clock() - run.started_at,
+                a.WORKER: str(self.shell.worker),
+                a.FAKE: self.shell.core.facts.fake,
+            }
+        )
+        run.span.end()
+
+
+def _refs(
+    blocks: Sequence[tuple[int, int, int, int]], digests: Sequence[bytes], num_groups: int
+) -> list[list[m.BlockRef]]:
+    """Blocks and their digests as named in a commit, per group."""
+    named: list[list[m.BlockRef]] = [[] for _ in range(num_groups)]
+    for (group, block_id, generation, _), digest in zip(blocks, digests, strict=True):
+        named[group].append(m.BlockRef(block_id, BlockGeneration(generation), digest))
+    return named
+
+
+def _require_sane(message: m.PrefillRun, grant: Grant, token_ids: tuple[int, ...]) -> None:
+    """Raises Forbidden for another request's grant, ProtocolError for a run of nothing."""
+    if grant.request_id != message.attempt.request_id:
+        raise Forbidden("the grant is another request's", code="grant_invalid")
+    if not 0 <= message.first_token < len(token_ids):
+        raise ProtocolError(f"nothing to compute of {len(token_ids)} tokens from {message.first_token} on")
