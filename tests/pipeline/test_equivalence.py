@@ -150,34 +150,49 @@ def test_pairwise_covers_every_pair() -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_default_model_pairwise(default_model_dir: Path, tmp_path: Path) -> None:
-    model = load_decoder(default_model_dir, "bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_default_model_pairwise(dtype: str, default_model_dir: Path, tmp_path: Path) -> None:
+    model = load_decoder(default_model_dir, dtype)
     prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32)
-    oracle = run_cell(ORACLE, model, "bfloat16", prompts, tmp_path, every_row=False)
+    oracle = run_cell(ORACLE, model, dtype, prompts, tmp_path, every_row=False)
     for cell in PAIRWISE:
-        result = run_cell(cell, model, "bfloat16", prompts, tmp_path, every_row=False)
+        result = run_cell(cell, model, dtype, prompts, tmp_path, every_row=False)
         check_cell(cell, result, oracle, prompts)
 
 
 @pytest.mark.long
 @pytest.mark.model
 @pytest.mark.timeout(4 * 3600)
-def test_default_model_every_cell(default_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_default_model_every_cell(dtype: str, default_model_dir: Path, tmp_path: Path) -> None:
     """50 prompts x 64 tokens in every cell; about an hour on one core. Writes what docs/equivalence.md shows."""
     # the covering subset first: a run cut short has then seen every pair
-    report_matrix(default_model_dir, 50, 64, tuple(dict.fromkeys((*PAIRWISE, *ALL))), tmp_path, RESULTS)
+    cells = tuple(dict.fromkeys((*PAIRWISE, *ALL)))
+    report_matrix(default_model_dir, dtype, 50, 64, cells, tmp_path, RESULTS)
 
 
-def report_matrix(folder: Path, count: int, max_tokens: int, cells: tuple[Cell, ...], pools: Path, out: Path) -> None:
-    """Run `cells` on a model folder, write `matrix.json` and `matrix.txt` under `out`; fails if a bit differs."""
-    model = load_decoder(folder, "bfloat16")
+def report_matrix(
+    folder: Path, dtype: str, count: int, max_tokens: int, cells: tuple[Cell, ...], pools: Path, out: Path
+) -> None:
+    """Run `cells` on a model folder, write `<dtype>.json` and `<dtype>.txt` under `out`; fails if a bit differs."""
+    model = load_decoder(folder, dtype)
+    head: dict[str, object] = {
+        "model": folder.name,
+        "model_digest": model_digest(folder),
+        "numerics": numerics_id(dtype, model.kernels),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "prompts": count,
+        "tokens_each": max_tokens,
+        "cells_planned": len(cells),
+    }
     lengths = [1 + (i * 37) % 250 for i in range(count)]
     prompts = make_prompts(lengths, model.config.vocab_size, max_tokens)
     oracle: CellResult | None = None
-    records = []
+    records: list[dict[str, object]] = []
     for cell in (ORACLE, *(c for c in cells if c != ORACLE)):
         started = time.perf_counter()
-        result = run_cell(cell, model, "bfloat16", prompts, pools, every_row=False)
+        result = run_cell(cell, model, dtype, prompts, pools, every_row=False)
         oracle = oracle or result
         records.append(
             {
@@ -194,36 +209,19 @@ def report_matrix(folder: Path, count: int, max_tokens: int, cells: tuple[Cell, 
             }
         )
         # after each cell and before it is judged: a run cut short, or a failing one, leaves what it found
-        write_report(out, folder, model, count, max_tokens, len(cells), records)
+        write_report(out, dtype, head, records)
         check_cell(cell, result, oracle, prompts)
 
 
-def write_report(
-    out: Path,
-    folder: Path,
-    model: Decoder,
-    count: int,
-    max_tokens: int,
-    num_cells: int,
-    records: list[dict[str, object]],
-) -> None:
+def write_report(out: Path, name: str, head: dict[str, object], records: list[dict[str, object]]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    report = {
-        "model": folder.name,
-        "model_digest": model_digest(folder),
-        "numerics": numerics_id("bfloat16", model.kernels),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "prompts": count,
-        "tokens_each": max_tokens,
-        "cells_planned": num_cells,
-        "cells": records,
-    }
-    (out / "matrix.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (out / f"{name}.json").write_text(json.dumps(head | {"cells": records}, indent=1) + "\n", encoding="utf-8")
     lines = [
-        f"{r['cell']:32} {r['rows_compared']:>6} rows  {'equal' if not r['differences'] else 'DIFFERENT'}"
-        for r in records
+        "{model}, {prompts} prompts x {tokens_each} tokens, {numerics}".format(**head),
+        *(
+            f"{r['cell']:32} {r['rows_compared']:>6} rows  {'DIFFERENT' if r['differences'] else 'equal'}"
+            for r in records
+        ),
+        f"{len(records)} of {head['cells_planned']} cells run",
     ]
-    head = f"{folder.name}, {count} prompts x {max_tokens} tokens, {report['numerics']}"
-    foot = f"{len(records)} of {num_cells} cells run"
-    (out / "matrix.txt").write_text("\n".join([head, *lines, foot]) + "\n", encoding="utf-8")
+    (out / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
