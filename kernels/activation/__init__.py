@@ -16,5 +16,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Returns:
         [num_tokens, width], same dtype, computed in at least float32.
     """
-    assert gate_up.ndim == 2 and gate_up.shape[1] % 2 == 0 and gate_up.is_contiguous(), gate_up.shape
+    assert gate_up.ndim == 2
+    assert gate_up.shape[1] % 2 == 0, gate_up.shape
+    assert gate_up.is_contiguous()
     return reference.silu_mul(gate_up)

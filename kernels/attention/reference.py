@@ -90,7 +90,7 @@ def _pieces(first: int, last: int, seq_len: int, table: Sequence[int]) -> Iterab
 
 
 def _padded_tiles(kv_len: int, block_size: int) -> int:
-    """Key tiles computed for `kv_len` keys: a power of two up to a split, then whole splits: few shapes, large batches."""
+    """Key tiles computed for `kv_len` keys: a power of two up to a split, then whole splits, so that shapes are few."""
     tiles = -(-max(kv_len, block_size) // KEY_TILE)
     if tiles > _SPLIT_TILES:
         return _round_up(tiles, _SPLIT_TILES)
@@ -101,9 +101,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _plan_batch(
-    pieces: Sequence[_Piece], num_tokens: int, num_tiles: int, block_size: int, group_size: int
-) -> _Batch:
+def _plan_batch(pieces: Sequence[_Piece], num_tokens: int, num_tiles: int, block_size: int, group_size: int) -> _Batch:
     num_rows = _round_up(num_tokens * group_size, QUERY_TILE)
     splits = [
         _plan_split(pieces, first, min(_SPLIT_TILES, num_tiles - first), block_size, group_size, num_rows)
@@ -155,9 +153,7 @@ def _split_blocks(piece: _Piece, begin: int, num_keys: int, block_size: int) -> 
     return ids, first_hidden, last_hidden
 
 
-def _mask(
-    pieces: Sequence[_Piece], begin: int, num_tiles: int, group_size: int, num_rows: int
-) -> Tensor | None:
+def _mask(pieces: Sequence[_Piece], begin: int, num_tiles: int, group_size: int, num_rows: int) -> Tensor | None:
     num_keys = num_tiles * KEY_TILE
     if all(piece.position >= begin + num_keys - 1 for piece in pieces):
         return None

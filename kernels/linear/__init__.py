@@ -30,7 +30,7 @@ class LinearWeight(Protocol):
 
 
 def padded_rows(num_rows: int) -> int:
-    """The row count a batch is padded to. Coarser above 64 rows, so that few distinct shapes are compiled and cached."""
+    """The row count a batch is padded to. Coarser above 64 rows, so that few distinct shapes are compiled."""
     tile = ROW_TILE if num_rows <= _COARSE_ABOVE else _COARSE_TILE
     return -(-num_rows // tile) * tile
 

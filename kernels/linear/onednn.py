@@ -23,7 +23,7 @@ def supports(dtype: torch.dtype) -> bool:
 @cache
 def is_available() -> bool:
     """True if this torch build has the packed operators and they run here in every supported dtype."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
         for dtype in _DTYPES:
@@ -46,19 +46,23 @@ class OneDnnWeight:
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         pieces = -(-self.in_features // _MAX_SUM) if weight.dtype == torch.float32 else 1
-        self._width = -(-self.in_features // pieces)
+        width = -(-self.in_features // pieces)
+        self._spans = [slice(i, i + width) for i in range(0, self.in_features, width)]
         with torch.inference_mode(False):
-            self._packed = [_pack(piece) for piece in weight.detach().split(self._width, dim=1)]
+            self._packed = [_pack(weight.detach()[:, span]) for span in self._spans]
         self._linear = torch.ops.mkldnn._linear_pointwise.default
 
     def apply(self, x: Tensor) -> Tensor:
         if len(self._packed) == 1:
             return cast(Tensor, self._linear(x, self._packed[0], None, "none", [], ""))
-        first, *rest = x.split(self._width, dim=1)
-        y = self._linear(first, self._packed[0], None, "none", [], "")
-        for piece, packed in zip(rest, self._packed[1:], strict=True):
-            y.add_(self._linear(piece, packed, None, "none", [], ""))
-        return cast(Tensor, y)
+        pieces = [
+            self._linear(x[:, span], packed, None, "none", [], "")
+            for span, packed in zip(self._spans, self._packed, strict=True)
+        ]
+        y = cast(Tensor, pieces[0])
+        for piece in pieces[1:]:
+            y.add_(piece)
+        return y
 
 
 def _pack(weight: Tensor) -> Tensor:

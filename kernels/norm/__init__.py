@@ -32,11 +32,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     Returns:
         [num_tokens, hidden], a new tensor; the sum stays in `residual`.
     """
-    assert x.shape == residual.shape and x.dtype == residual.dtype, (x.shape, residual.shape)
+    assert x.shape == residual.shape, (x.shape, residual.shape)
+    assert x.dtype == residual.dtype, (x.dtype, residual.dtype)
     _check(residual, weight)
     return reference.rms_norm(residual.add_(x), weight, eps)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
-    assert x.ndim == 2 and x.is_contiguous() and weight.shape == x.shape[1:], (x.shape, weight.shape)
+    assert x.ndim == 2
+    assert x.is_contiguous()
+    assert weight.shape == x.shape[1:], (x.shape, weight.shape)
     assert weight.dtype == x.dtype, (weight.dtype, x.dtype)

@@ -29,14 +29,15 @@ class RowSampling:
 def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     """One token id per row.
 
-    Order: temperature, then top-k (exactly k survive, ties to the lowest ids), then top-p (the smallest set whose mass
-    reaches p, at least one token, ties to the lowest ids), then the draw in float32, ties to the lowest id. log p stands
-    up to the row's constant, which cannot move the argmax.
+    Order: temperature, then top-k (exactly k survive, ties to the lowest ids), then top-p (the smallest set whose
+    mass reaches p, at least one token, ties to the lowest ids), then the draw in float32, ties to the lowest id.
+    log p stands up to the row's constant, which cannot move the argmax.
 
     Args:
         logits: [num_rows, vocab_size] float32 (or float64, rounded to float32 first), contiguous, on the CPU.
     """
-    assert logits.ndim == 2 and logits.shape[0] == len(rows), (logits.shape, len(rows))
+    assert logits.ndim == 2
+    assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     assert logits.dtype in (torch.float32, torch.float64), logits.dtype
     values = logits.to(torch.float32).numpy()
     return [

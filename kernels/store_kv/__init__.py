@@ -29,7 +29,8 @@ def store_kv(kv: Tensor, pool: Tensor, plan: StorePlan) -> None:
         plan: of this step, for these tokens.
     """
     num_tokens, two, num_kv_heads, head_dim = kv.shape
-    assert two == 2 and plan.num_tokens == num_tokens, (kv.shape, plan.num_tokens)
+    assert two == 2, kv.shape
+    assert plan.num_tokens == num_tokens, (plan.num_tokens, kv.shape)
     assert pool.shape[1:] == (2, num_kv_heads, plan.block_size, head_dim), (kv.shape, pool.shape)
     assert kv.dtype == pool.dtype, (kv.dtype, pool.dtype)
     assert plan.num_blocks <= pool.shape[0], (plan.num_blocks, pool.shape)

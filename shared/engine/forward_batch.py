@@ -56,8 +56,8 @@ def build_forward_batch(plan: StepPlan, groups: Sequence[LayerGroup]) -> Forward
     """Lay a plan out as flat rows.
 
     Raises:
-        ValueError: the plan breaks its own contract: it is empty, a sequence has no tokens, asks for more logit rows than
-            tokens, or its block tables do not cover it.
+        ValueError: the plan breaks its own contract: it is empty, a sequence has no tokens or asks for more logit
+            rows than tokens, or its block tables do not cover it.
     """
     if not plan.sequences:
         raise ValueError(f"step {plan.step} is empty")

@@ -57,9 +57,7 @@ def run_self_check(config: ModelConfig, dtype: torch.dtype, kernels: KernelChoic
     """Check the operations in the model's own shapes (the head's width shortened). Takes under two seconds."""
     start = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
-    checks = [
-        _check_linear(name, shape, dtype, kernels, generator) for name, shape in _linear_shapes(config).items()
-    ]
+    checks = [_check_linear(name, shape, dtype, kernels, generator) for name, shape in _linear_shapes(config).items()]
     checks.append(_check_rows("norm", _norm(config.hidden_size, dtype, generator)))
     checks.append(_check_rows("activation", _activation(config.intermediate_size, dtype, generator)))
     checks.append(_check_attention(config, dtype, generator))
@@ -134,9 +132,7 @@ def _check_attention(config: ModelConfig, dtype: torch.dtype, generator: torch.G
         if not torch.equal(torch.cat([attend(first, last) for first, last in _bounds(chunks)]), whole):
             return Check("attention", False, f"differs in chunks of {chunks}")
     for position in (0, 63, 64, 511, 512, _SEQ_LEN - 1):
-        plan = plan_attention(
-            [0, 3, 4], [_SEQ_LEN - 1, position + 1], [other, table], _BLOCK_SIZE, heads, kv_heads
-        )
+        plan = plan_attention([0, 3, 4], [_SEQ_LEN - 1, position + 1], [other, table], _BLOCK_SIZE, heads, kv_heads)
         rows = torch.cat((q[:3], q[position : position + 1]))
         if not torch.equal(attention(rows, pool, plan, config.scale)[3], whole[position]):
             return Check("attention", False, f"differs at position {position} beside a neighbour")

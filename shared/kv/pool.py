@@ -1,7 +1,7 @@
 """A KV pool as a file: one owner that writes, peers that map it read-only, and nobody's leavings.
 
-The file is made under a temporary name, locked, allocated, and only then renamed to `<worker_id>.kvpool`. Its owner holds
-a flock on it for life, so an unlocked pool file has no owner: whoever finds one overwrites it and removes it.
+The file is made under a temporary name, locked, allocated, and only then renamed to `<worker_id>.kvpool`. Its owner
+holds a flock on it for life, so an unlocked pool file has no owner: whoever finds one overwrites it and removes it.
 Knows bytes and spans; knows nothing about which blocks are in use.
 """
 
@@ -70,7 +70,7 @@ class Pool(PoolMap):
     """The owner's pool: writable, locked, unlinked by `close`."""
 
     def views(self) -> tuple[Tensor, ...]:
-        """Per group the pool as a tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], contiguous."""
+        """Per group a contiguous tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
         return tuple(self._view(i, group) for i, group in enumerate(self.layout.groups))
 
     def zero_blocks(self, group: int, ids: Iterable[int]) -> None:

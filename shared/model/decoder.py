@@ -31,7 +31,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class DecoderLayer:
     """One layer's weights and arithmetic."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, index: int, method: QuantMethod, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, index: int, method: QuantMethod, tp: TensorParallel
+    ) -> None:
         prefix = f"model.layers.{index}"
 
         def fused(*names: str) -> Linear:

@@ -27,9 +27,7 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_random123_known_answers(
-    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
-) -> None:
+def test_random123_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
     c0, c1, c2, c3 = (np.array([word], dtype=np.uint64) for word in counter)
     words = philox4x32((c0, c1, c2, c3), key)
     assert tuple(int(word[0]) for word in words) == expected

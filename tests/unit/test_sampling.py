@@ -79,7 +79,9 @@ def test_rows_do_not_depend_on_their_batch() -> None:
     assert together == [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(6)]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8)]
+)
 def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
     logits = [2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0]
     weights = np.exp(np.array(logits) / temperature)

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shared.engine.self_check as module
+from kernels.dispatch import KernelChoice, choose
+from shared.contracts.errors import SettingsError
+from shared.engine.numerics import numerics_id
+from shared.engine.self_check import run_self_check
+from shared.model.config import parse_config
+from tests.unit.test_model_config import PLAIN
+
+CONFIG = parse_config(PLAIN, Path("config.json"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_this_machine_passes(dtype: torch.dtype) -> None:
+    report = run_self_check(CONFIG, dtype, choose("auto"))
+    report.require_exact()
+    assert len(report.checks) == 8
+    assert report.duration_s < 20  # under 2 s on an idle machine
+
+
+def test_a_product_that_depends_on_its_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sloppy(x: torch.Tensor, weight: object) -> torch.Tensor:
+        return x * (1 + len(x) * 1e-7)
+
+    monkeypatch.setattr(module, "linear", sloppy)
+    report = run_self_check(CONFIG, torch.float32, KernelChoice("reference"))
+    assert not report.exact
+    with pytest.raises(SettingsError, match="linear qkv"):
+        report.require_exact()
+
+
+def test_numerics_id_tells_dtypes_and_kernels_apart() -> None:
+    ids = {numerics_id(d, KernelChoice(k)) for d in ("float32", "bfloat16") for k in ("reference", "onednn")}
+    assert len(ids) == 4
+    assert numerics_id("float32", KernelChoice("reference")) in ids
