@@ -1,0 +1,192 @@
+"""The decoder against transformers, in float64 and float32, on a tiny model and on the default one.
+
+transformers' Llama norm casts to float32 even in a float64 model, so the float64 reference runs with that one cast left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.contracts.errors import SettingsError
+from shared.contracts.ids import WorkerId
+from shared.engine.model_runner import ModelRunner
+from shared.engine.step_plan import StepPlan
+from shared.kv.layout import PoolLayout
+from shared.kv.pool import create_pool
+from shared.model.config import layer_groups
+from shared.model.decoder import DTYPES, Decoder, load_decoder
+from tests.tiny_models import GREEDY, make_tiny_model, random_tokens, sequence
+
+LENGTHS = [1, 15, 16, 17, 200]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "untied": {"tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 32},
+    "multi-head": {"num_key_value_heads": 4, "num_hidden_layers": 2, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    "bfloat16 file": {"dtype": torch.bfloat16, "num_hidden_layers": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), **VARIANTS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def plain_norm() -> Iterator[None]:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    original = LlamaRMSNorm.forward
+    LlamaRMSNorm.forward = forward
+    try:
+        yield
+    finally:
+        LlamaRMSNorm.forward = original
+
+
+def reference_model(folder: Path, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
+
+
+def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def our_logits(model: Decoder, dtype: str, token_ids: list[int], folder: Path) -> Tensor:
+    """[len(token_ids), vocab_size], computed as one step over a pool of NaN."""
+    rows: dict[int, Tensor] = {}
+    num_blocks = -(-len(token_ids) // 32)
+    layout = PoolLayout(layer_groups(model.config, 32, dtype), (num_blocks + 1,))
+    with create_pool(folder, WorkerId("decode-test"), layout) as pool:
+        pool.views()[0].fill_(float("nan"))
+        runner = ModelRunner(model, pool, lambda _, position, row: rows.__setitem__(position, row.clone()))
+        blocks = list(range(num_blocks, 0, -1))
+        runner.run(StepPlan(1, (sequence("a", token_ids, blocks, num_logits=len(token_ids), sampling=None),)))
+    return torch.stack([rows[i] for i in range(len(token_ids))])
+
+
+def check_float64(folder: Path, lengths: list[int], tmp_path: Path) -> None:
+    with plain_norm():
+        reference = reference_model(folder, "float64")
+        model = load_decoder(folder, "float64")
+        for length in lengths:
+            token_ids = random_tokens(length, model.config.vocab_size, seed=length)
+            expected = reference_logits(reference, token_ids)
+            error = (our_logits(model, "float64", token_ids, tmp_path) - expected).abs().max().item()
+            print(f"float64, {length} tokens: max error {error:.2g}")
+            assert error <= 1e-9
+
+
+def check_float32(folder: Path, lengths: list[int], tmp_path: Path) -> None:
+    with plain_norm():
+        exact_model = reference_model(folder, "float64")
+        exact = {
+            length: reference_logits(exact_model, random_tokens(length, exact_model.config.vocab_size, seed=length))
+            for length in lengths
+        }
+    del exact_model
+    reference = reference_model(folder, "float32")
+    model = load_decoder(folder, "float32")
+    ours, theirs = [], []
+    for length in lengths:
+        token_ids = random_tokens(length, model.config.vocab_size, seed=length)
+        ours.append((our_logits(model, "float32", token_ids, tmp_path) - exact[length]).abs().max().item())
+        theirs.append((reference_logits(reference, token_ids) - exact[length]).abs().max().item())
+        print(f"float32, {length} tokens: max error {ours[-1]:.2g}, transformers {theirs[-1]:.2g}")
+    # over all lengths: the largest error of a single row is a matter of luck on both sides
+    assert max(ours) <= 2 * max(theirs)
+    assert max(ours) <= 3e-4
+
+
+def check_greedy(folder: Path, prompts: list[list[int]], num_tokens: int, tmp_path: Path) -> None:
+    """Equal to transformers' greedy tokens up to the first position that float64 calls a near-tie."""
+    reference = reference_model(folder, "float32")
+    with plain_norm():
+        exact = reference_model(folder, "float64")
+    model = load_decoder(folder, "float32")
+    near_ties = 0
+    for prompt in prompts:
+        theirs = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0].tolist()
+        ours = greedy_tokens(model, prompt, num_tokens, tmp_path)
+        if ours == theirs:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        with plain_norm():
+            best, second = reference_logits(exact, theirs[:at])[-1].topk(2).values.tolist()
+        assert best - second < 1e-3, f"differs at {at}, where the gap is {best - second}"
+        near_ties += 1
+    print(f"greedy: {len(prompts)} prompts, {near_ties} ended at a near-tie")
+
+
+def greedy_tokens(model: Decoder, prompt: list[int], num_tokens: int, folder: Path) -> list[int]:
+    num_blocks = -(-(len(prompt) + num_tokens) // 32)
+    layout = PoolLayout(layer_groups(model.config, 32, "float32"), (num_blocks,))
+    token_ids = list(prompt)
+    with create_pool(folder, WorkerId("decode-test"), layout) as pool:
+        runner = ModelRunner(model, pool)
+        start = 0
+        for step in range(num_tokens):
+            planned = sequence("a", token_ids[start:], list(range(num_blocks)), start=start, sampling=GREEDY)
+            start = len(token_ids)
+            token_ids += runner.run(StepPlan(step + 1, (planned,))).sampled[0]
+    return token_ids
+
+
+def test_float64_equals_transformers(tiny: Path, tmp_path: Path) -> None:
+    check_float64(tiny, LENGTHS, tmp_path)
+
+
+def test_float32_is_as_near_as_transformers(tiny: Path, tmp_path: Path) -> None:
+    check_float32(tiny, LENGTHS, tmp_path)
+
+
+def test_greedy_tokens_equal_transformers(tiny: Path, tmp_path: Path) -> None:
+    check_greedy(tiny, [random_tokens(n, 320, seed=n) for n in (1, 33)], 24, tmp_path)
+
+
+@pytest.mark.model
+def test_default_model_float64(default_model_dir: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    check_float64(default_model_dir, [*LENGTHS, 1000], tmp_path)
+
+
+@pytest.mark.model
+def test_default_model_float32(default_model_dir: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    check_float32(default_model_dir, [*LENGTHS, 1000], tmp_path)
+
+
+@pytest.mark.model
+def test_default_model_greedy(default_model_dir: Path, tmp_path: Path) -> None:
+    prompts = [random_tokens(n, 49152, seed=n) for n in (5, 40)]
+    check_greedy(default_model_dir, prompts, 32, tmp_path)
+
+
+def test_unusable_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="float16"):
+        load_decoder(tmp_path, "float16")
+    with pytest.raises(SettingsError, match="fast"):
+        load_decoder(tmp_path, "float32", kernels="fast")

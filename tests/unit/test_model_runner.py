@@ -1,0 +1,214 @@
+"""The runner's promises: the same bits in any company, tokens in flight, bad rows, what is stored and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.contracts.errors import Internal, SettingsError
+from shared.contracts.ids import WorkerId
+from shared.contracts.sampling import SamplingParams
+from shared.engine.model_runner import ModelRunner
+from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepOutput, StepPlan
+from shared.kv.layout import PoolLayout
+from shared.kv.pool import Pool, create_pool
+from shared.model.config import layer_groups
+from shared.model.decoder import DTYPES, Decoder, load_decoder
+from tests.tiny_models import GREEDY, make_tiny_model, random_tokens, sequence
+
+VOCAB = 320
+PROMPT = random_tokens(150, VOCAB, seed=7)
+BLOCKS = [9, 3, 14, 1, 12]
+SEEDED = SamplingParams(max_tokens=32, temperature=0.9, top_p=0.95, top_k=50, seed=77)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
+    return load_decoder(folder, request.param)
+
+
+@pytest.fixture(scope="module")
+def float32_model(folder: Path) -> Decoder:
+    return load_decoder(folder, "float32")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Engine:
+    """A runner over a fresh pool of NaN that records every logits row."""
+
+    def __init__(self, model: Decoder, folder: Path, num_blocks: int = 80) -> None:
+        dtype = next(name for name, value in DTYPES.items() if value == model.dtype)
+        layout = PoolLayout(layer_groups(model.config, 32, dtype), (num_blocks,))
+        self.pool: Pool = create_pool(folder, WorkerId("decode-test"), layout)
+        self.pool.views()[0].fill_(float("nan"))
+        self.rows: dict[tuple[str, int], Tensor] = {}
+        self.runner = ModelRunner(model, self.pool, self._record)
+        self.step = 0
+
+    def _record(self, seq_id: str, position: int, row: Tensor) -> None:
+        self.rows[seq_id, position] = row.clone()
+
+    def run(self, *sequences: ScheduledSequence) -> StepOutput:
+        self.step += 1
+        return self.runner.run(StepPlan(self.step, sequences))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+
+
+def neighbours(count: int, step: int) -> list[ScheduledSequence]:
+    """One-token neighbours with blocks of their own, from 20 on."""
+    return [sequence(f"n{i}", [3 + i + step], [20 + i], num_logits=i % 2) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, Tensor]:
+    """The prompt alone in one step: every logits row, and the sequence's blocks as bytes."""
+    torch.set_num_threads(1)
+    with Engine(model, tmp_path_factory.mktemp("pool")) as engine:
+        engine.run(sequence("a", PROMPT, BLOCKS, num_logits=len(PROMPT), sampling=None))
+        rows = torch.stack([engine.rows["a", i] for i in range(len(PROMPT))])
+        return rows, stored(engine, BLOCKS)
+
+
+def stored(engine: Engine, blocks: list[int]) -> Tensor:
+    """[num_layers, 2, num_kv_heads, 150, head_dim]: the prompt's KV in order of position."""
+    view = engine.pool.views()[0][blocks]
+    return view.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[..., : len(PROMPT), :].clone()
+
+
+@pytest.mark.parametrize("chunks", [[1, 149], [16, 17, 117], [64, 64, 22], [149, 1], [50, 50, 50]], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_chunks_and_neighbours_change_no_bit(
+    model: Decoder, whole: tuple[Tensor, Tensor], chunks: list[int], threads: int, tmp_path: Path
+) -> None:
+    torch.set_num_threads(threads)
+    expected, expected_kv = whole
+    blocks = [2, 8, 5, 0, 17]
+    with Engine(model, tmp_path) as engine:
+        start = 0
+        for i, chunk in enumerate(chunks):
+            mine = sequence("a", PROMPT[start : start + chunk], blocks, start=start, num_logits=chunk, sampling=None)
+            others = neighbours(3 * i, i)
+            engine.run(*others[: i + 1], mine, *others[i + 1 :])
+            start += chunk
+        for position in range(len(PROMPT)):
+            assert torch.equal(engine.rows["a", position], expected[position]), position
+        assert torch.equal(stored(engine, blocks), expected_kv)
+
+
+def test_any_number_of_rows_gives_the_same_bits(model: Decoder, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    expected, _ = whole
+    with Engine(model, tmp_path) as engine:
+        engine.run(sequence("a", PROMPT[:100], BLOCKS, num_logits=0, sampling=None))
+        for count in range(40):
+            engine.run(*neighbours(count, 1), sequence("a", PROMPT[100:101], BLOCKS, start=100))
+            assert torch.equal(engine.rows["a", 100], expected[100]), count
+
+
+def test_one_token_at_a_time(model: Decoder, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    expected, expected_kv = whole
+    with Engine(model, tmp_path) as engine:
+        for i, token_id in enumerate(PROMPT):
+            engine.run(sequence("a", [token_id], BLOCKS, start=i))
+        for position in range(len(PROMPT)):
+            assert torch.equal(engine.rows["a", position], expected[position]), position
+        assert torch.equal(stored(engine, BLOCKS), expected_kv)
+
+
+def test_shared_blocks_are_read_and_not_written(model: Decoder, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    expected, _ = whole
+    with Engine(model, tmp_path) as engine:
+        engine.run(sequence("a", PROMPT[:64], BLOCKS, num_logits=0, sampling=None))
+        before = bytes(engine.pool.span(0, BLOCKS[1]))
+        mine = sequence("b", PROMPT[60:], [*BLOCKS[:2], 30, 31, 32], start=60, num_logits=90, sampling=None)
+        engine.run(replace(mine, stored_from=64))
+        assert bytes(engine.pool.span(0, BLOCKS[1])) == before
+        for position in range(60, len(PROMPT)):
+            assert torch.equal(engine.rows["b", position], expected[position]), position
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_tokens_in_flight_equal_known_ones(float32_model: Decoder, sampling: SamplingParams, tmp_path: Path) -> None:
+    outputs = []
+    for pipelined in (False, True):
+        with Engine(float32_model, tmp_path) as engine:
+            tokens = list(engine.run(sequence("a", PROMPT[:20], BLOCKS, sampling=sampling)).sampled[0])
+            for i in range(10):
+                last = IN_FLIGHT if pipelined else tokens[-1]
+                planned = sequence("a", [last], BLOCKS, start=20 + i, sampling=sampling)
+                others = neighbours(i, i) if pipelined else []
+                tokens += engine.run(*others, planned).sampled[-1]
+            outputs.append(tokens)
+    assert outputs[0] == outputs[1]
+
+
+def test_verification_rows_sample_what_single_steps_sample(float32_model: Decoder, tmp_path: Path) -> None:
+    with Engine(float32_model, tmp_path) as engine:
+        tokens = list(engine.run(sequence("a", PROMPT[:20], BLOCKS, sampling=SEEDED)).sampled[0])
+        for i in range(4):
+            tokens += engine.run(sequence("a", [tokens[-1]], BLOCKS, start=20 + i, sampling=SEEDED)).sampled[0]
+        draft = sequence("b", [*PROMPT[:20], *tokens[:4]], [40], num_logits=5, sampling=SEEDED)
+        assert list(engine.run(draft).sampled[0]) == tokens
+
+
+def test_a_token_nobody_samples_is_internal(float32_model: Decoder, tmp_path: Path) -> None:
+    with Engine(float32_model, tmp_path) as engine:
+        engine.run(sequence("b", [5], [1]))
+        with pytest.raises(Internal, match="a waits"):
+            engine.run(sequence("a", [IN_FLIGHT], [0]))
+        with pytest.raises(Internal, match="blocks"):
+            engine.run(sequence("a", [5] * 40, [0]))
+
+
+def test_bad_rows_are_flagged_alone_and_yield_no_token(float32_model: Decoder, tmp_path: Path) -> None:
+    with Engine(float32_model, tmp_path) as engine:
+        good = engine.run(sequence("good", PROMPT[:40], [5, 6])).sampled[0]
+        # block 7 was never written, so it holds NaN
+        output = engine.run(
+            sequence("bad", [4], [7, 8], start=32), sequence("fine", PROMPT[:40], [10, 11]), sequence("idle", [3], [12], num_logits=0)
+        )  # fmt: skip
+        assert output.bad_rows == {0}
+        assert output.sampled == ((), good, ())
+        after = engine.run(sequence("bad", [IN_FLIGHT], [7, 8], start=33), sequence("fine", [3], [10, 11], start=39))
+        assert after.bad_rows == {0}
+        assert after.sampled[0] == ()
+
+
+def test_nothing_is_sampled_without_parameters(float32_model: Decoder, tmp_path: Path) -> None:
+    with Engine(float32_model, tmp_path) as engine:
+        output = engine.run(sequence("a", PROMPT[:5], [0], num_logits=5, sampling=None))
+        assert output.sampled == ((),)
+        assert not output.bad_rows
+        assert output.duration_s > 0
+        assert sorted(engine.rows) == [("a", i) for i in range(5)]
+
+
+def test_a_pool_of_another_model_is_refused(float32_model: Decoder, tmp_path: Path) -> None:
+    (group,) = layer_groups(float32_model.config, 32, "bfloat16")
+    for wrong in (group, replace(group, dtype="float32", layers=(0,))):
+        with (
+            create_pool(tmp_path, WorkerId("w"), PoolLayout((wrong,), (2,))) as pool,
+            pytest.raises(SettingsError),
+        ):
+            ModelRunner(float32_model, pool)
