@@ -1,0 +1,51 @@
+"""Whose tag is it? Remembers which scope every recent tag was computed for, in bounded memory. Pure.
+
+A tag says nothing about its scope, so a parent named by a worker is believed only if this process computed it itself
+for the same scope and group, from tokens. What was forgotten is computed again when the whole prefix is sent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from shared.contracts.errors import Conflict, Forbidden
+from shared.contracts.ids import BlockTag
+
+CAPACITY = 262_144
+
+Owner = tuple[str, int]  # (scope id, layer group)
+
+
+class IssuedTags:
+    """Tag to owner, the least recently used forgotten first.
+
+    Args:
+        capacity: tags remembered; about 200 bytes each.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._owners: OrderedDict[BlockTag, Owner] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def remember(self, scope_id: str, group: int, tags: Iterable[BlockTag]) -> None:
+        """These tags were computed for this scope and group."""
+        owner = (scope_id, group)
+        for tag in tags:
+            self._owners[tag] = owner
+            self._owners.move_to_end(tag)
+        while len(self._owners) > self._capacity:
+            self._owners.popitem(last=False)
+
+    def check_parent(self, scope_id: str, group: int, parent: BlockTag) -> None:
+        """Raises Conflict (`unknown_parent`: send the whole prefix) or Forbidden (`foreign_parent`)."""
+        if not parent:
+            return
+        owner = self._owners.get(parent)
+        if owner is None:
+            raise Conflict("the parent tag is not known here; send the whole prefix", code="unknown_parent")
+        if owner != (scope_id, group):
+            raise Forbidden("the parent tag is of another scope or group", code="foreign_parent")

@@ -1,0 +1,99 @@
+"""Scope keys: 32 random bytes a scope, made on first use, kept in Redis sealed under the master key.
+
+They never leave this process and are never logged. Losing one makes its tags meaningless, which is what a purge wants.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from shared.contracts.ids import KeyVersion, ScopeGeneration, TenantId
+from shared.security.tags import KEY_BYTES
+from shared.store.redis_store import RedisStore
+from shared.store.sealed import Sealer
+
+FIRST_VERSION = KeyVersion(1)
+CACHED_KEYS = 4096
+
+# KEYS[1] hash; ARGV: field, number. Keeps the larger.
+_RAISE = """
+local found = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0')
+if tonumber(ARGV[2]) > found then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+end
+return 1
+"""
+
+
+class StoredKey(msgspec.Struct, frozen=True):
+    """A scope's key in Redis. The version is authenticated with the sealed bytes."""
+
+    version: KeyVersion
+    sealed: bytes
+
+
+class ScopeKeys:
+    """Keys and generations of all scopes, in Redis.
+
+    Args:
+        redis: where they are kept.
+        sealer: of the master key.
+        random_bytes: makes a key of n bytes.
+        prefix: of every Redis key; tests keep apart by it.
+
+    Methods raise Unavailable when Redis does not answer, Internal when a stored key does not open.
+    """
+
+    def __init__(
+        self,
+        redis: RedisStore,
+        sealer: Sealer,
+        random_bytes: Callable[[int], bytes],
+        prefix: str = "baton:index",
+    ) -> None:
+        self._redis = redis
+        self._sealer = sealer
+        self._random_bytes = random_bytes
+        self._prefix = prefix
+        self._cache: OrderedDict[tuple[TenantId, str], bytes] = OrderedDict()
+
+    async def key(self, tenant: TenantId, scope_id: str) -> bytes:
+        """The scope's key, made now if there is none; replicas that make one at the same time end up with one."""
+        cached = self._cache.get((tenant, scope_id))
+        if cached is not None:
+            self._cache.move_to_end((tenant, scope_id))
+            return cached
+        name = f"{self._prefix}:scope-keys:{tenant}"
+        found = await self._redis.execute("HGET", name, scope_id)
+        if found is None:
+            sealed = self._sealer.seal(tenant, _place(scope_id, FIRST_VERSION), self._random_bytes(KEY_BYTES))
+            made = msgspec.msgpack.encode(StoredKey(FIRST_VERSION, sealed))
+            _, found = await self._redis.transaction([("HSETNX", name, scope_id, made), ("HGET", name, scope_id)])
+        stored = msgspec.msgpack.decode(found, type=StoredKey)
+        key = self._sealer.unseal(tenant, _place(scope_id, stored.version), stored.sealed)
+        self._cache[tenant, scope_id] = key
+        if len(self._cache) > CACHED_KEYS:
+            self._cache.popitem(last=False)
+        return key
+
+    def forget(self, tenant: TenantId) -> None:
+        """Drop a tenant's keys from memory; those still in use are read again."""
+        for name in [name for name in self._cache if name[0] == tenant]:
+            del self._cache[name]
+
+    async def generations(self) -> dict[TenantId, ScopeGeneration]:
+        """The newest generation of each tenant that was ever raised."""
+        found = await self._redis.execute("HGETALL", f"{self._prefix}:generations")
+        pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        return {TenantId(tenant.decode()): ScopeGeneration(int(number)) for tenant, number in pairs}
+
+    async def keep_generation(self, tenant: TenantId, generation: ScopeGeneration) -> None:
+        """Remember a generation over restarts; a lower one changes nothing."""
+        await self._redis.script(_RAISE, [f"{self._prefix}:generations"], [tenant, generation])
+
+
+def _place(scope_id: str, version: KeyVersion) -> str:
+    return f"index.scope-key/{scope_id}/{version}"
