@@ -63,12 +63,12 @@ class Book:
         self.queue.remove(record.request_id)
         record.state = state
 
-    def end(self, now: float, record: Record, *, dropped: bool) -> None:
+    def end(self, now: float, record: Record, *, dropped: bool, outcome: str = "dropped") -> None:
         """Forget a request. `dropped`: nobody may run it on; what is under way for it is cancelled."""
         if record.state in PLACING:
             if dropped:
-                self.cancel_at(record, "dropped")
-            self.effects.append(PlacingEnded(record.request_id, "dropped"))
+                self.cancel_at(record, outcome)
+            self.effects.append(PlacingEnded(record.request_id, outcome))
         self.queue.remove(record.request_id)
         del self.records[record.request_id]
         self.ended.add(record.request_id, record.submit.attempt.epoch, dropped=dropped, now=now)
@@ -77,10 +77,7 @@ class Book:
         """End a request with an error event to its ingress."""
         attempt, ingress = record.attempt, record.submit.ingress_id
         self.outbox.add(ingress, lambda number: m.PlacementRefused(number=number, attempt=attempt, error=error))
-        if record.state in PLACING:
-            self.effects.append(PlacingEnded(record.request_id, "refused", {"baton.reason": error.code}))
-            record.state = State.LOST
-        self.end(now, record, dropped=True)
+        self.end(now, record, dropped=True, outcome="refused")
 
     def cancel_at(self, record: Record, reason: str, *, roles: tuple[str, ...] = ("decode", "prefill")) -> None:
         """Cancel the record's attempt wherever it may be held."""

@@ -86,6 +86,7 @@ class Placer:
         if isinstance(reply, m.Reserved):
             self._reserved(now, record, reply)
         elif reply is not None and reply.never:
+            record.choice = None  # that worker holds nothing to cancel
             self._book.refuse(now, record, reply.error)
         else:
             record.not_before[record.decode_worker] = now + self._limits.refused_wait_s

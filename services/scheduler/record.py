@@ -33,6 +33,7 @@ class Record:
     arrival_s: float
     deadline_s: float
     order: int
+    submitted_s: float
     dispatch: Dispatch
     state: State = State.QUEUED
     hop_until_s: float = 0.0  # when the hop under way counts as unanswered

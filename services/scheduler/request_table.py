@@ -24,9 +24,12 @@ from services.scheduler.record import PLACING, Record, State, Verdict, judge
 from services.scheduler.worker_registry import LostWorker, WorkerRegistry
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError, Conflict, DeadlineExceeded, Overloaded, Unavailable, to_wire
+from shared.contracts.errors import BatonError, Cancelled, Conflict, DeadlineExceeded, Overloaded, Unavailable, to_wire
 from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
+
+LISTING_GRACE_S = 3.0
+"""A beat this soon after a submit may have left before it."""
 
 
 class RequestTable:
@@ -52,6 +55,7 @@ class RequestTable:
         self._book = Book(term, remember_s=self._limits.remember_s, event_resend_s=self._limits.event_resend_s)
         self._placer = Placer(self._book, registry, cost or HandoffCost(), self._limits)
         self._submits = 0
+        self._gone: dict[IngressId, float] = {}  # silent ingresses, since when
 
     @property
     def queued(self) -> int:
@@ -76,7 +80,7 @@ class RequestTable:
     def submit(self, now: float, submit: m.Submit, grant: Grant) -> tuple[m.Queued | m.Refusal, list[Effect]]:
         """Take a request. The same attempt again is answered alike; a higher epoch replaces the record."""
         book, attempt = self._book, submit.attempt
-        self._ingresses.heard(submit.ingress_id, now)
+        self._heard(now, submit.ingress_id)
         old = book.records.get(attempt.request_id)
         if old is not None and attempt.epoch < old.submit.attempt.epoch:
             return _refusal(Conflict("a newer epoch of this request is known")), book.drain(now)
@@ -97,6 +101,7 @@ class RequestTable:
             arrival_s=now - submit.age_s,
             deadline_s=deadline_s,
             order=self._submits,
+            submitted_s=now,
             dispatch=attempt.dispatch,
         )
         self._submits += 1
@@ -115,15 +120,21 @@ class RequestTable:
         return self._pumped(now)
 
     def ingress_beat(self, now: float, beat: m.GatewayBeat) -> list[Effect]:
-        """Drop what the ingress has waiting here and, twice in a row, does not list."""
-        self._ingresses.heard(beat.ingress_id, now)
+        """Drop what the ingress has waiting here and, twice in a row, does not list.
+
+        It is told: beats may be later than any grace, and a request dropped in error must end rather than hang.
+        """
+        self._heard(now, beat.ingress_id)
         waiting = {
             record.request_id: record
             for record in self._book.records.values()
-            if record.submit.ingress_id == beat.ingress_id and record.state != State.PLACED
+            if record.submit.ingress_id == beat.ingress_id
+            and record.state != State.PLACED
+            and now - record.submitted_s >= LISTING_GRACE_S
         }
         for request_id in sorted(self._ingresses.unlisted(beat, waiting)):
-            self._book.end(now, waiting[request_id], dropped=True)
+            error = Cancelled("the ingress no longer lists the request", code="unlisted")
+            self._book.refuse(now, waiting[request_id], to_wire(error))
         return self._pumped(now)
 
     def events_seen(self, now: float, ingress: IngressId, number: int) -> list[Effect]:
@@ -200,9 +211,10 @@ class RequestTable:
         """Lost ingresses, spent budgets, unanswered hops, resends; then place."""
         book = self._book
         for ingress in self._ingresses.expire(now):
+            self._ingress_lost(now, ingress)
+        for ingress in [i for i, since_s in self._gone.items() if since_s + self._limits.remember_s <= now]:
+            del self._gone[ingress]
             book.outbox.drop(ingress)
-            for record in [r for r in book.records.values() if r.submit.ingress_id == ingress]:
-                book.end(now, record, dropped=record.state != State.PLACED)
         for record in list(book.records.values()):
             if record.state in PLACING and record.hop_until_s <= now:
                 self._placer.hop_unanswered(now, record)
@@ -213,6 +225,20 @@ class RequestTable:
                     book.end(now, record, dropped=True)
         book.ended.expire(now)
         return self._pumped(now)
+
+    def _ingress_lost(self, now: float, ingress: IngressId) -> None:
+        """What waits is dropped. One that was only frozen hears of it when it comes back, within `remember_s`."""
+        self._gone[ingress] = now
+        error = to_wire(Unavailable("the ingress fell silent while the request waited", code="ingress_silent"))
+        for record in [r for r in self._book.records.values() if r.submit.ingress_id == ingress]:
+            if record.state in (State.PLACED, State.LOST):
+                self._book.end(now, record, dropped=False)
+            else:
+                self._book.refuse(now, record, error)
+
+    def _heard(self, now: float, ingress: IngressId) -> None:
+        self._ingresses.heard(ingress, now)
+        self._gone.pop(ingress, None)
 
     def _pumped(self, now: float) -> list[Effect]:
         if now >= self._gather_until_s:

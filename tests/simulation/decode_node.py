@@ -16,7 +16,7 @@ from shared.kv.block_pool import GroupPool
 from shared.kv.digest import span_digest
 from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, Sink, SinkEffect, TurnLocal
 from shared.text.stream_choice import checksum
-from tests.simulation.network import Node, Violation
+from tests.simulation.network import FenceWatch, Node, Violation
 from tests.simulation.toy_model import BLOCK, SLOT_BYTES, Memory, next_token
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class DecodeNode(Node):
         self.steps = 0
         self.checks = 0
         self.stepping = False
+        self.watch = FenceWatch()
         self.net.every(self, 0.2, self._tick)
         self.net.every(self, 1.0, self._beat)
 
@@ -91,6 +92,7 @@ class DecodeNode(Node):
         verdict = self.table.reserve(attempt, message.term, message.ingress_id, source, message.lease_s, now)
         if verdict.kind == Kind.REFUSED:
             return m.Refusal(error=to_wire(Conflict(verdict.reason)))
+        self.watch.took(self.name, attempt, message.term)
         if verdict.kind == Kind.RESTAMPED:
             return self._restamp(message, tokens, source)
         if verdict.kind == Kind.NEW:
@@ -140,6 +142,7 @@ class DecodeNode(Node):
 
     def cancel(self, attempt: Attempt) -> m.Cancelled:
         ended = self.table.cancel(attempt)
+        self.watch.ended(attempt)
         if ended is None:
             return m.Cancelled(held=False)
         sequence = self.live[attempt.request_id]
@@ -195,7 +198,8 @@ class DecodeNode(Node):
     def _run(self, sequence: Sequence, effects: list[SinkEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Pull):
-                self.net.at(self.net.now + self.net.rng.uniform(0.002, 0.03), self._puller(sequence, effect), self)
+                seconds = self.net.rng.uniform(0.002, 0.3 if self.net.rng.random() < 0.15 else 0.03)
+                self.net.at(self.net.now + seconds, self._puller(sequence, effect), self)
             elif isinstance(effect, SendAck):
                 ack = effect.message
                 self.world.to_prefill(effect.source, lambda node, ack=ack: node.ack(ack))  # type: ignore[misc]
@@ -215,6 +219,8 @@ class DecodeNode(Node):
         def run() -> None:
             source = self.world.memories.get(pull.pool)
             assert sequence.sink is not None
+            if sequence not in self.closing and self.live.get(sequence.attempt.request_id) is not sequence:
+                raise Violation(f"{self.name}: a pull writes blocks that {sequence.attempt} no longer holds")
             if source is None:
                 self._run(sequence, sequence.sink.pulled(pull.ticket, (), "pool_gone"))
                 return

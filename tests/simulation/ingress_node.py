@@ -46,6 +46,7 @@ class Client:
     """One request: its stream core and what the client has seen."""
 
     job: Job
+    node: Node
     stream: StreamCommit
     delivered: list[int] = field(default_factory=list)
     ends: list[fx.End] = field(default_factory=list)
@@ -75,7 +76,7 @@ class IngressNode(Node):
         stream = StreamCommit(
             request_id, job.prompt, arrived=self.net.now, budget_s=job.budget_s, find_stop=find_stop
         )
-        client = self.clients[request_id] = Client(job, stream)
+        client = self.clients[request_id] = Client(job, self, stream)
         self.world.clients.append(client)
         self._do(client, stream.start(self.net.now))
         if job.cancel_s:

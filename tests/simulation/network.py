@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.contracts.attempt import Attempt
+from shared.contracts.ids import RequestId
+
 Action = Callable[[], None]
 
 
@@ -29,10 +32,30 @@ class Faults:
     corrupt: float = 0.03  # share of pulls with a flipped byte
     kills: int = 4
     pauses: int = 4
+    ingress_kills: int = 0
     until_s: float = 60.0
 
 
 NO_FAULTS = Faults(drop=0.0, duplicate=0.0, late=0.0, corrupt=0.0, kills=0, pauses=0)
+
+
+@dataclass
+class FenceWatch:
+    """What a worker may no longer take: judged apart from the worker's own fences."""
+
+    floor: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
+    term: int = 0
+
+    def took(self, who: str, attempt: Attempt, term: int) -> None:
+        """The worker took `attempt`: it must be the newest it saw, of the newest leader."""
+        key = (attempt.epoch, attempt.dispatch)
+        if key < self.floor.get(attempt.request_id, (0, 0)) or term < self.term:
+            raise Violation(f"{who} took {attempt} of term {term} although it is fenced")
+        self.floor[attempt.request_id], self.term = key, term
+
+    def ended(self, attempt: Attempt) -> None:
+        key = (attempt.epoch, attempt.dispatch + 1)
+        self.floor[attempt.request_id] = max(key, self.floor.get(attempt.request_id, key))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from shared.contracts.tokens import unpack_tokens
 from shared.kv.block_pool import GroupPool
 from shared.kv.digest import span_digest
 from shared.kv.handoff import Free, SendCommit, Source, SourceEffect, SourceIdentity
-from tests.simulation.network import Node, Violation
+from tests.simulation.network import FenceWatch, Node, Violation
 from tests.simulation.toy_model import BLOCK, SLOT_BYTES, Memory
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class PrefillNode(Node):
         self.steps = 0
         self.checks = 0
         self.stepping = False
+        self.watch = FenceWatch()
         world.memories[self.file] = self.memory
         self.net.every(self, 0.25, self._tick)
         self.net.every(self, 1.0, self._beat)
@@ -76,6 +77,7 @@ class PrefillNode(Node):
         refused = self.table.refuses(attempt, message.term)
         if refused:
             return m.Refusal(error=to_wire(Conflict(refused)))
+        self.watch.took(self.name, attempt, message.term)
         tokens = unpack_tokens(message.token_ids)
         need = -(-len(tokens) // BLOCK)
         if need > self.pool.counts.free:
@@ -98,6 +100,7 @@ class PrefillNode(Node):
 
     def cancel(self, attempt: Attempt) -> m.Cancelled:
         effects = self.table.cancel(attempt)
+        self.watch.ended(attempt)
         self._do(effects)
         return m.Cancelled(held=bool(effects))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 BLOCK = 16
 SLOT_BYTES = 8
 VOCAB = 50_000
+TOO_LONG = 2_000  # tokens: no pool of the simulator holds it
 _MASK = (1 << 64) - 1
 
 
@@ -63,6 +64,8 @@ def make_jobs(rng: random.Random, count: int, over_s: float, budget_s: float) ->
     jobs = []
     for i in range(count):
         length = rng.choice((1, 2, rng.randint(3, 20), rng.randint(20, 160), rng.randint(100, 260)))
+        if i % 40 == 39:
+            length = TOO_LONG
         prompt = tuple(rng.randrange(VOCAB) for _ in range(length))
         max_tokens = rng.randint(1, 32)
         jobs.append(

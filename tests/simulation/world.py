@@ -17,7 +17,7 @@ from tests.simulation.ingress_node import Client, IngressNode, Ledger
 from tests.simulation.network import NO_FAULTS, Faults, Network, Node, Violation
 from tests.simulation.prefill_node import PrefillNode
 from tests.simulation.scheduler_node import LeaseStore, SchedulerNode
-from tests.simulation.toy_model import Job, Memory, make_jobs
+from tests.simulation.toy_model import TOO_LONG, Job, Memory, make_jobs
 
 SETTLE_S = 60.0
 """After the faults stopped, every request ends within this time. The longest honest chain is a worker's lease, a new
@@ -71,11 +71,12 @@ class World:
             ingress = rng.choice(list(self.ingresses.values()))
             # not before the first leader has been elected and has gathered
             net.at(6.0 + job.arrival_s, lambda i=ingress, j=job: i.arrive(j), ingress)  # type: ignore[misc]
-        self._requests = requests
         for _ in range(self.faults.kills):
             net.at(rng.uniform(8.0, self.faults.until_s), self._kill_someone)
         if self.faults.kills:
             net.at(rng.uniform(12.0, self.faults.until_s), self._kill_leader)
+        for _ in range(self.faults.ingress_kills):
+            net.at(rng.uniform(12.0, self.faults.until_s), self._kill_ingress)
         for _ in range(self.faults.pauses):
             net.at(rng.uniform(8.0, self.faults.until_s), self._pause_someone)
 
@@ -138,6 +139,11 @@ class World:
         if victims:
             self.kill(self.net.rng.choice(victims))
 
+    def _kill_ingress(self) -> None:
+        live = [i for i in self.ingresses.values() if i.alive]
+        if len(live) > 1:
+            self.kill(self.net.rng.choice(live))
+
     def _kill_leader(self) -> None:
         leader = next((s for s in self.schedulers if s.alive and s.table is not None), None)
         if leader is not None:
@@ -154,18 +160,23 @@ class World:
         calm_s = self.faults.until_s + 6.0
 
         def over() -> bool:
-            return len(self.clients) == self._requests and all(c.stream.settled for c in self.clients)
+            return self.net.now >= calm_s and not self._open()
 
         if not self.net.run(over, calm_s + SETTLE_S):
-            open_ = [(c.job.name, c.stream.attempt, c.stream.worker) for c in self.clients if not c.stream.settled]
-            raise Violation(f"{len(open_)} requests did not end: {open_[:3]}")
+            left = [(c.job.name, c.stream.attempt, c.stream.worker) for c in self._open()]
+            raise Violation(f"{len(left)} requests did not end: {left[:3]}")
         if not self.net.run(self._idle, max(self.net.now, calm_s) + IDLE_S):
             raise Violation(f"not idle at the end: {self._held()}")
         if self.faults == NO_FAULTS and (self.bad_digests or {*self.handoffs} - {"done"}):
             raise Violation(f"hand-offs failed without a fault: {dict(self.handoffs)}")
         for client in self.clients:
-            self._judge(client)
+            if client.node.alive:
+                self._judge(client)
         return self
+
+    def _open(self) -> list[Client]:
+        """Requests that have not ended, of ingresses that are there to say so."""
+        return [c for c in self.clients if c.node.alive and not c.stream.settled]
 
     def _held(self) -> dict[str, object]:
         held: dict[str, object] = {}
@@ -173,7 +184,8 @@ class World:
             if node.alive and (len(node.table) or node.pool.counts.free != node.pool.num_blocks):
                 held[node.name] = (len(node.table), node.pool.counts)
         for decode in self.decodes.values():
-            if decode.alive and len(decode.outbox):
+            # finals for an ingress that is gone are given up much later
+            if decode.alive and len(decode.outbox) and not self.faults.ingress_kills:
                 held[f"{decode.name} outbox"] = len(decode.outbox)
         for scheduler in self.schedulers:
             if scheduler.table is not None and scheduler.table.queued + scheduler.table.placing:
@@ -197,6 +209,8 @@ class World:
             raise Violation(f"{job.name}: settled {settle.completion_tokens} tokens, committed {len(committed)}")
         if tuple(committed) != job.truth[: len(committed)]:
             raise Violation(f"{job.name}: the committed tokens are not the truth")
+        if len(job.prompt) == TOO_LONG and end.finish not in ("error", "cancelled"):
+            raise Violation(f"{job.name}: a prompt no pool can hold ended with {end.finish}")
         wanted = {"stop": job.stop_at, "length": job.max_tokens}.get(end.finish)
         if wanted is not None and len(committed) != wanted:
             raise Violation(f"{job.name}: ended with {end.finish} after {len(committed)} of {wanted} tokens")
@@ -204,7 +218,6 @@ class World:
     def arrive(self, job: Job, at_s: float, ingress: str = "gateway-0") -> None:
         """Add a client by hand."""
         node = self.ingresses[IngressId(ingress)]
-        self._requests += 1
         self.net.at(at_s, lambda: node.arrive(job), node)
 
     @property
@@ -214,7 +227,7 @@ class World:
 
     @property
     def finishes(self) -> Counter[str]:
-        return Counter(client.ends[0].finish for client in self.clients)
+        return Counter(client.ends[0].finish for client in self.clients if client.ends)
 
 
 PROFILES = (
@@ -223,6 +236,7 @@ PROFILES = (
     Faults(kills=9, pauses=2),
     Faults(kills=1, pauses=10),
     Faults(drop=0.05, late=0.15, corrupt=0.15, kills=4, pauses=4),
+    Faults(kills=3, pauses=3, ingress_kills=1),
 )
 
 

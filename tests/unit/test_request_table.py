@@ -349,14 +349,31 @@ def test_an_ingress_drops_by_not_listing_and_by_falling_silent() -> None:
     bench.beat("d1", free_blocks=(0,))
     for name in ("kept", "dropped"):
         bench.submit(submit(name))
-    for number in (1, 2):
+    for number, now in enumerate((0.0, 1.0, 2.9, 3.0, 4.0)):
+        bench.now = now
+        assert bench.table.queued == 2  # beats within the grace do not count
         beat = m.GatewayBeat(ingress_id=INGRESS, number=number, requests=(RequestId("kept"),))
-        bench.take(bench.table.ingress_beat(0.0, beat))
+        bench.take(bench.table.ingress_beat(now, beat))
     assert (bench.table.queued, state(bench, "dropped")) == (1, None)
+    assert bench.told[0].error.code == "Cancelled/unlisted"  # were it a mistake, the request would end, not hang
     bench.tick(9.9)
     assert bench.table.queued == 1
     bench.tick(0.2)
     assert bench.table.queued == 0
+    assert bench.told[1].error.code == "Unavailable/ingress_silent"
+
+
+def test_events_for_a_silent_ingress_are_given_up_after_a_while() -> None:
+    bench = Bench(remember_s=20.0)
+    bench.beat("d1", free_blocks=(0,))
+    bench.submit(submit("r"))
+    bench.table.tick(10.0)  # the event is not seen
+    assert bench.table.unseen_events == 1
+    bench.table.ingress_beat(15.0, m.GatewayBeat(ingress_id=INGRESS, number=1))
+    bench.table.tick(29.0)
+    assert bench.table.unseen_events == 1  # it came back at 15 and fell silent again at 25
+    bench.table.tick(49.0)
+    assert bench.table.unseen_events == 0
 
 
 # ---------------------------------------------------------------------------------------------- a new term
