@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -12,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.chunks import Choice, ChunkWriter, error_frame, whole_body
 from services.gateway.errors import error_body, error_headers
 from services.gateway.session import Session
-from shared.contracts.errors import BatonError, Internal
+from shared.contracts.errors import BatonError, BodyTooLarge, Internal
 
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -21,9 +22,29 @@ SSE_HEADERS = {
 }
 
 
+LINGER_S = 2.0
+
+
 def error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """An error as a response with its status."""
-    return JSONResponse(error_body(error), error.status, headers={**error_headers(error), **(headers or {})})
+    kind = LingeringResponse if isinstance(error, BodyTooLarge) else JSONResponse
+    return kind(error_body(error), error.status, headers={**error_headers(error), **(headers or {})})
+
+
+class LingeringResponse(JSONResponse):
+    """Answers while the client is still sending, then throws the rest away for at most `LINGER_S` before it closes.
+
+    Closed at once, the connection would be reset, and the client would often lose the answer.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class SessionResponse(Response):

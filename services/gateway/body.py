@@ -1,4 +1,4 @@
-"""Request bodies with a limit: what is over it is refused without being read."""
+"""Request bodies with a limit: what is over it is never kept."""
 
 from __future__ import annotations
 
