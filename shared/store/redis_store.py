@@ -11,7 +11,10 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoScriptError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from shared.contracts.errors import SettingsError, Unavailable
 
@@ -29,14 +32,14 @@ class RedisStore:
 
     async def execute(self, *command: str | bytes | int | float) -> Any:
         """Run one command, such as `execute("HGET", key, field)`. Raises Unavailable."""
-        with redis_errors():
+        async with self._failures():
             return await self._client.execute_command(*command)
 
     async def script(self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
         """Run a Lua script, atomically, by its digest; the source is sent only when the server lacks it."""
         digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
         rest = (len(keys), *keys, *arguments)
-        with redis_errors():
+        async with self._failures():
             try:
                 return await self._client.execute_command("EVALSHA", digest, *rest)
             except NoScriptError:
@@ -44,12 +47,21 @@ class RedisStore:
 
     async def transaction(self, commands: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         """Run several commands in one MULTI/EXEC round trip; their replies in order. Raises Unavailable."""
+        async with self._failures(), self._client.pipeline(transaction=True) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = await pipeline.execute()
+            return replies
+
+    @asynccontextmanager
+    async def _failures(self) -> AsyncIterator[None]:
         with redis_errors():
-            async with self._client.pipeline(transaction=True) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                replies: list[Any] = await pipeline.execute()
-                return replies
+            try:
+                yield
+            except RedisConnectionError:
+                # A restarted server has closed every pooled connection: let one command pay for it, not each.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
+                raise
 
     async def scan(self, pattern: str) -> AsyncIterator[bytes]:
         """Keys that match a glob pattern, in no order; a key may come twice."""
@@ -84,6 +96,8 @@ async def connect_redis(redis_url: str, *, password: str = "") -> AsyncIterator[
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,
             health_check_interval=15,
+            # A command whose answer was lost may have run: whether to ask again is the caller's business.
+            retry=Retry(NoBackoff(), 0),
             **credentials,
         )
     except ValueError as exc:

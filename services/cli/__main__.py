@@ -1,0 +1,38 @@
+"""`python -m services.cli COMMAND …`, which is what `./baton COMMAND …` runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "up": ("services.cli.up", "main", "start a stack: servers, services, workers"),
+    "down": ("services.cli.down", "main", "stop it"),
+    "status": ("services.cli.down", "status", "show the running stack"),
+    "chat": ("services.cli.chat", "main", "ask the running stack and stream the answer"),
+    "trace": ("services.cli.trace", "main", "list recent requests, or show one as a waterfall"),
+    "test": ("services.cli.check", "main", "lint, types and all tests"),
+}
+
+USAGE = "usage: ./baton COMMAND [options]      ./baton COMMAND --help tells more\n\n" + "\n".join(
+    f"  {name:<8} {summary}" for name, (_, _, summary) in COMMANDS.items()
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Dispatch; commands are imported only when asked for, so each starts as fast as it can."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"baton: no command {argv[0]!r}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    module, function, _ = COMMANDS[argv[0]]
+    command = getattr(importlib.import_module(module), function)
+    code: int = command(argv[1:])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""How many cores and how much memory this process may use, and how the workers share them. Decisions are pure."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+MIN_POOL_BYTES = 64 * 1024 * 1024
+MAX_POOL_BYTES = 1024 * 1024 * 1024
+POOL_SHARE = 0.25
+"""Part of free memory that all KV pools together may take when their size is not set."""
+
+
+def threads_per_worker(cores: int, workers: int) -> int:
+    """Compute threads of one worker: the cores split evenly, at least one each.
+
+    Threads of all workers together do not exceed the cores, because two workers that spin on one core both lose. The
+    numbers a worker computes do not depend on its thread count.
+    """
+    return max(1, cores // max(1, workers))
+
+
+def pool_bytes_per_worker(free_memory: int, free_folder: int, workers: int) -> int:
+    """Bytes of one worker's KV pool when none are set: a share of what is free, within bounds.
+
+    Args:
+        free_memory: bytes the machine or control group has free.
+        free_folder: bytes free in the folder of the pools, which on tmpfs is memory too.
+    """
+    share = min(free_memory * POOL_SHARE, free_folder * 0.8) / max(1, workers)
+    return int(min(MAX_POOL_BYTES, max(MIN_POOL_BYTES, share)))
+
+
+def parse_cpu_max(text: str) -> int | None:
+    """Cores a cgroup v2 `cpu.max` allows, rounded up; None for no limit."""
+    quota, _, period = text.strip().partition(" ")
+    if quota == "max" or not quota.isdigit() or not period.isdigit() or int(period) == 0:
+        return None
+    return max(1, math.ceil(int(quota) / int(period)))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: its affinity, capped by its control group."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        limit = parse_cpu_max(Path("/sys/fs/cgroup/cpu.max").read_text())
+        cores = min(cores, limit or cores)
+    return cores
+
+
+def free_memory_bytes() -> int:
+    """Memory that can still be taken: the kernel's MemAvailable, capped by the control group."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def free_folder_bytes(folder: Path) -> int:
+    """Bytes free on the file system of `folder`."""
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize

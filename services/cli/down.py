@@ -1,0 +1,59 @@
+"""`./baton down` and `./baton status`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+
+from services.cli.state import StateFolder, running_stack, state_path
+
+DOWN_TIMEOUT_S = 150.0
+POLL_S = 0.05
+
+
+def main(argv: Sequence[str]) -> int:
+    """Stop the stack of this state folder; 0 also when none runs."""
+    argparse.ArgumentParser(prog="baton down", description="Stop the running stack.").parse_args(argv)
+    path = state_path(os.environ)
+    if not path.is_dir():
+        print("no stack is running", file=sys.stderr)
+        return 0
+    state = StateFolder(path)
+    pid = state.holder()
+    if pid is None:
+        # A supervisor that was killed took its children along, but could not tidy up.
+        lock = state.lock()
+        state.clear_run()
+        lock.release()
+        print("no stack is running", file=sys.stderr)
+        return 0
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if state.holder() is None:
+            print("stopped", file=sys.stderr)
+            return 0
+        time.sleep(POLL_S)
+    print(f"baton: process {pid} did not stop within {DOWN_TIMEOUT_S:g} s; end it with kill -9 {pid}", file=sys.stderr)
+    return 1
+
+
+def status(argv: Sequence[str]) -> int:
+    """Print the running stack as one JSON line, without its keys; 1 when none is ready."""
+    argparse.ArgumentParser(prog="baton status", description="Show the running stack.").parse_args(argv)
+    stack = running_stack(os.environ)
+    if stack is None:
+        print("no stack is running", file=sys.stderr)
+        return 1
+    shown = {name: value for name, value in asdict(stack).items() if not name.endswith("_key")}
+    print(json.dumps(shown))
+    return 0

@@ -1,0 +1,53 @@
+"""Flags of `./baton up`, and the settings they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shared.contracts.errors import SettingsError
+
+
+def up_parser() -> argparse.ArgumentParser:
+    """The parser of `up`; every flag wins over environment and file."""
+    parser = argparse.ArgumentParser(prog="baton up", description="Start a stack and keep it running.")
+    parser.add_argument("--model", metavar="DIR", help="folder of a Llama-architecture checkpoint (safetensors)")
+    parser.add_argument("--name", help="name clients ask for")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="weights and KV")
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 takes a free one)")
+    parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (default 1)")
+    parser.add_argument("--decode", type=int, metavar="N", help="number of decode workers (default 1)")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads of each worker")
+    parser.add_argument("--fake", action="store_true", default=None, help="workers that make up tokens")
+    parser.add_argument("--config", metavar="FILE", help="settings file (default baton.toml)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="any other setting")
+    parser.add_argument("--detach", action="store_true", help="return when ready and leave the stack running")
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of the screen")
+    return parser
+
+
+def up_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """`section.field` to value for `load_settings`. Raises SettingsError for a --set without `=`."""
+    flags: dict[str, Any] = {
+        "model.path": options.model,
+        "model.name": options.name or _model_name(options.model),
+        "model.dtype": options.dtype,
+        "gateway.host": options.host,
+        "gateway.port": options.port,
+        "workers.prefill": options.prefill,
+        "workers.decode": options.decode,
+        "workers.fake": options.fake,
+        "engine.threads": options.threads,
+    }
+    for pair in options.set:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {pair}: expected SECTION.FIELD=VALUE", param="--set")
+        flags[name.strip()] = value
+    return flags
+
+
+def _model_name(folder: str | None) -> str | None:
+    """A local checkpoint goes by its folder's name unless told otherwise."""
+    return folder.rstrip("/").rpartition("/")[2] or None if folder else None

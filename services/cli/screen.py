@@ -1,0 +1,55 @@
+"""What `up` says: progress lines with times, and the one screen at the end. Pure but for the clock and the stream."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from shared.settings.sections import Settings
+
+
+class Progress:
+    """Progress lines on stderr; each phase with the seconds it took."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._started = self._phase = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def say(self, line: str) -> None:
+        print(f"  {line}", file=self._stream, flush=True)
+
+    def done(self, what: str) -> None:
+        """End a phase: its name and how long it took."""
+        now = time.monotonic()
+        self.say(f"{now - self._phase:6.2f} s  {what}")
+        self._phase = now
+
+
+def ready_screen(settings: Settings, url: str, api_key: str, logs: Path, elapsed_s: float, token_s: float) -> str:
+    """The screen of a ready stack."""
+    body = json.dumps({"model": settings.model.name, "messages": [{"role": "user", "content": "Hello"}]})
+    workers = settings.workers
+    what = f"{settings.model.name}, {settings.model.dtype}, {workers.prefill} prefill + {workers.decode} decode"
+    if workers.fake:
+        what = f"FAKE WORKERS: tokens are made up; {workers.prefill} prefill + {workers.decode} decode"
+    return f"""
+  Baton is ready at {url}
+  {what}
+  started in {elapsed_s:.1f} s; the first token took {token_s:.2f} s through the whole stack
+
+  key    {api_key}
+  chat   ./baton chat "Why is the sky blue?"
+  trace  ./baton trace
+  stop   ./baton down, or Ctrl-C here
+  logs   {logs}
+
+  curl {url}/v1/chat/completions -H "Authorization: Bearer {api_key}" \\
+    -H "Content-Type: application/json" -d '{body}'
+"""

@@ -1,0 +1,134 @@
+"""Which processes make a stack, what each is told, and in which order they stop. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.child import ChildSpec, ReadyProbe
+from services.cli.credentials import Credentials
+from services.cli.state import StateFolder
+from shared.lifecycle.ready import READY_VARIABLE, read_ready
+from shared.lifecycle.runtime import NATS_PASSWORD_VARIABLE
+from shared.settings.load import ROOT, as_environment
+from shared.settings.sections import SECTIONS, Settings
+
+CONTROL = ("policy", "prefix-cache-index", "scheduler")
+SECRET_FILES: dict[str, dict[str, Callable[[Credentials], Path]]] = {
+    "policy": {
+        "BATON_GRANT_KEY_FILE": lambda c: c.grant_key,
+        "BATON_GRANT_PUBLIC_KEY_FILE": lambda c: c.grant_public_key,
+        "BATON_MASTER_KEY_FILE": lambda c: c.master_key,
+        "BATON_REDIS_PASSWORD_FILE": lambda c: c.redis_password,
+        "BATON_BOOTSTRAP_FILE": lambda c: c.bootstrap,
+    },
+    "prefix-cache-index": {
+        "BATON_GRANT_PUBLIC_KEY_FILE": lambda c: c.grant_public_key,
+        "BATON_MASTER_KEY_FILE": lambda c: c.master_key,
+        "BATON_REDIS_PASSWORD_FILE": lambda c: c.redis_password,
+    },
+    "prefill": {"BATON_GRANT_PUBLIC_KEY_FILE": lambda c: c.grant_public_key},
+    "decode": {"BATON_GRANT_PUBLIC_KEY_FILE": lambda c: c.grant_public_key},
+}
+"""Each service is told where its own secrets are, and no other's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """A stack as decided: settings with nothing left open, and where everything lies.
+
+    `own_nats`, `own_redis`: started by us, with our passwords; else somebody else's servers.
+    """
+
+    settings: Settings
+    state: StateFolder
+    credentials: Credentials
+    own_nats: bool
+    own_redis: bool
+
+
+def instance_names(settings: Settings) -> dict[str, str]:
+    """Process name to service, of everything but the two servers."""
+    names = {service: service for service in (*CONTROL, "gateway")}
+    for role, count in (("prefill", settings.workers.prefill), ("decode", settings.workers.decode)):
+        names |= {f"{role}-{number}": role for number in range(1, count + 1)}
+    return names
+
+
+def stop_order(settings: Settings) -> list[list[str]]:
+    """Groups of process names; a group stops when the one before it has.
+
+    1. gateway: takes no new request, lets streams finish within its limit, cancels the rest, settles them.
+    2. scheduler: nobody asks for places any more, and it must not place on workers that leave.
+    3. prefill: what is computed has been pulled or is no longer wanted.
+    4. decode: holds the KV to the last, since requests that ended early still free theirs.
+    5. prefix-cache-index: has heard the workers' last announcements.
+    6. policy: takes the settlements that are still in NATS.
+    7. nats, which everybody above speaks through.
+    8. redis last: policy writes there until it has stopped.
+    """
+    names = instance_names(settings)
+
+    def of(service: str) -> list[str]:
+        return [name for name, what in names.items() if what == service]
+
+    services = ("gateway", "scheduler", "prefill", "decode", "prefix-cache-index", "policy")
+    return [*(of(service) for service in services), ["nats"], ["redis"]]
+
+
+def base_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """What a child keeps of our environment: all but Baton's own variables, which are given anew to each."""
+    own = ("NATS_URL", "REDIS_URL")
+    return {
+        name: value
+        for name, value in env.items()
+        if not (name in own or name.startswith(tuple(f"BATON_{section.upper()}_" for section in SECTIONS)))
+        and not (name.startswith("BATON_") and name.endswith("_FILE"))
+    }
+
+
+def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str]) -> ChildSpec:
+    """One service process: its settings and secrets by environment, threads bounded by its share of the cores."""
+    threads = str(plan.settings.engine.threads) if service in ("prefill", "decode") else "1"
+    child_env = {
+        **base_environment(env),
+        **as_environment(plan.settings),
+        READY_VARIABLE: str(plan.state.ready(name)),
+        # A worker's threads sleep while they wait: the other workers need the core.
+        "OMP_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    child_env |= {variable: str(path(plan.credentials)) for variable, path in SECRET_FILES.get(service, {}).items()}
+    if plan.own_nats:
+        child_env[NATS_PASSWORD_VARIABLE] = str(plan.credentials.nats_password(service))
+    elif password := env.get(NATS_PASSWORD_VARIABLE):
+        child_env[NATS_PASSWORD_VARIABLE] = password
+    if not plan.own_redis:
+        child_env.pop("BATON_REDIS_PASSWORD_FILE", None)
+        if "BATON_REDIS_PASSWORD_FILE" in SECRET_FILES.get(service, {}) and env.get("BATON_REDIS_PASSWORD_FILE"):
+            child_env["BATON_REDIS_PASSWORD_FILE"] = env["BATON_REDIS_PASSWORD_FILE"]
+    stop_s = plan.settings.gateway.shutdown_s + 5.0 if service == "gateway" else 15.0
+    return ChildSpec(
+        name=name,
+        command=(sys.executable, "-m", f"services.{service.replace('-', '_')}"),
+        env=child_env,
+        folder=ROOT,
+        log=plan.state.log(name),
+        ready=ready_file(plan.state.ready(name)),
+        start_timeout_s=180.0,
+        stop_timeout_s=stop_s,
+    )
+
+
+def ready_file(path: Path) -> ReadyProbe:
+    """Ready when `path` holds the report of this very process, not of one before it."""
+
+    def probe(pid: int) -> Mapping[str, object] | None:
+        facts = read_ready(path)
+        return facts if facts is not None and facts.get("pid") == pid else None
+
+    return probe

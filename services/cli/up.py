@@ -1,0 +1,233 @@
+"""`./baton up`: servers, services and workers as supervised children, ready when a real token went the whole way."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from services.cli import cores, servers
+from services.cli.child import ChildFailed, ChildSpec
+from services.cli.credentials import ensure_credentials
+from services.cli.detach import become_daemon_child, finish_handover, launch_detached
+from services.cli.options import up_flags, up_parser
+from services.cli.probe import first_token
+from services.cli.screen import Progress, ready_screen
+from services.cli.state import StackRecord, StateFolder, state_path
+from services.cli.supervisor import Supervisor
+from services.cli.topology import StackPlan, instance_names, service_spec, stop_order
+from shared.contracts.errors import BatonError, SettingsError
+from shared.lifecycle.stop import stop_on_signals
+from shared.settings.load import load_settings, settings_file
+from shared.settings.sections import Settings
+
+FIRST_TOKEN_TIMEOUT_S = 120.0
+EXIT_FAILED, EXIT_SETTINGS = 1, 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit code."""
+    options = up_parser().parse_args(argv)
+    env = dict(os.environ)
+    try:
+        settings = load_settings(up_flags(options), env, settings_file(env, options.config)).settings
+        if options.detach and not become_daemon_child(env):
+            return launch_detached(argv, StateFolder(state_path(env)).log("up"))
+        return asyncio.run(_run(settings, options, env))
+    except SettingsError as exc:
+        return _fail(exc.message, EXIT_SETTINGS)
+    except ChildFailed as exc:
+        tail = f"\n\n{exc.tail}" if exc.tail else ""
+        return _fail(f"{exc.name} {exc.reason}.{tail}", EXIT_FAILED)
+    except BatonError as exc:
+        return _fail(exc.message, EXIT_FAILED)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"baton: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+async def _run(settings: Settings, options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    state = StateFolder(state_path(env))
+    lock = state.lock()
+    stop = stop_on_signals(limit_s=120)
+    progress = Progress()
+    try:
+        # What a killed stack left behind goes first; the lock says nobody uses it.
+        state.clear_run()
+        state = StateFolder(state.path)
+        await _serve(settings, options, env, state, stop, progress)
+    finally:
+        state.clear_run()
+        lock.release()
+    return 0
+
+
+async def _serve(
+    settings: Settings,
+    options: argparse.Namespace,
+    env: Mapping[str, str],
+    state: StateFolder,
+    stop: asyncio.Event,
+    progress: Progress,
+) -> None:
+    _check_port(settings.gateway.host, settings.gateway.port)
+    supervisor = Supervisor(progress.say)
+    starting = asyncio.create_task(_start(settings, env, state, supervisor, progress))
+    try:
+        if not await _unless_stopped(starting, stop):
+            return
+        ready = starting.result()
+        state.write_record(ready.record)
+        if options.json:
+            print(json.dumps(asdict(ready.record)), flush=True)
+        else:
+            print(ready.screen, flush=True)
+        finish_handover(env, state.log("up"))
+        watching = asyncio.create_task(supervisor.watch())
+        if await _unless_stopped(watching, stop):
+            watching.result()
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        progress.say("stopping")
+        await supervisor.stop(stop_order(settings))
+        progress.say("stopped")
+
+
+async def _unless_stopped(task: asyncio.Task[object], stop: asyncio.Event) -> bool:
+    """Wait for `task`, at most until `stop`. True when the task ended; cancelled otherwise."""
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+    finally:
+        stopping.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    record: StackRecord
+    screen: str
+
+
+async def _start(
+    settings: Settings, env: Mapping[str, str], state: StateFolder, supervisor: Supervisor, progress: Progress
+) -> _Ready:
+    credentials = ensure_credentials(state.secrets)
+    _fresh_logs(state)
+    settings = await asyncio.to_thread(_with_model, settings, env, progress)
+    progress.done(f"model {settings.model.path}")
+
+    plan = StackPlan(settings, state, credentials, not settings.bus.nats_url, not settings.store.redis_url)
+    plan = replace(plan, settings=await _with_servers(plan, env, supervisor))
+    progress.done(f"NATS at {_address(plan.settings.bus.nats_url)}, Redis at {_address(plan.settings.store.redis_url)}")
+
+    plan = replace(plan, settings=_with_resources(plan.settings, state))
+    specs = [service_spec(plan, name, service, env) for name, service in instance_names(settings).items()]
+    facts = await supervisor.start(specs)
+    progress.done(f"{len(specs)} processes; {plan.settings.engine.threads} compute thread(s) a worker")
+
+    port = int(facts["gateway"].get("port", settings.gateway.port))
+    supervisor.respecify(_same_port(next(spec for spec in specs if spec.name == "gateway"), port))
+    url = f"http://{_reachable(settings.gateway.host)}:{port}"
+    token_s = await asyncio.to_thread(first_token, url, credentials.api_key, settings.model.name, FIRST_TOKEN_TIMEOUT_S)
+    progress.done("a first token went through all services")
+    record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid())
+    screen = ready_screen(plan.settings, url, credentials.api_key, state.logs, progress.elapsed_s, token_s)
+    return _Ready(record, screen)
+
+
+def _with_model(settings: Settings, env: Mapping[str, str], progress: Progress) -> Settings:
+    """Settings with the model's folder filled in; fetched once when it is the default model."""
+    if settings.model.path:
+        path = Path(settings.model.path).expanduser().absolute()
+        if not path.is_dir():
+            raise SettingsError(f"model folder {path} does not exist", param="model.path")
+    else:
+        from shared.model.fetch import cache_dir, fetch_default_model
+
+        path = fetch_default_model(cache_dir(env), progress.say)
+    return _updated(settings, "model", path=str(path))
+
+
+async def _with_servers(plan: StackPlan, env: Mapping[str, str], supervisor: Supervisor) -> Settings:
+    """Settings with the addresses of NATS and Redis; those not given are started."""
+    settings = plan.settings
+    specs: list[ChildSpec] = []
+    port = servers.free_port()
+    if plan.own_nats:
+        specs.append(servers.nats_spec(plan.state, plan.credentials, env))
+    if plan.own_redis:
+        specs.append(servers.redis_spec(plan.state, plan.credentials, env, port))
+    facts = await supervisor.start(specs) if specs else {}
+    if plan.own_nats:
+        supervisor.respecify(servers.on_port(specs[0], facts["nats"]["port"]))
+        settings = _updated(settings, "bus", nats_url=facts["nats"]["url"])
+    if plan.own_redis:
+        settings = _updated(settings, "store", redis_url=servers.redis_url(port))
+    return settings
+
+
+def _with_resources(settings: Settings, state: StateFolder) -> Settings:
+    """Settings with cores and memory shared among the workers."""
+    workers = settings.workers.prefill + settings.workers.decode
+    folder = Path(settings.kv.dir).expanduser() if settings.kv.dir else state.pool_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settings = _updated(settings, "kv", dir=str(folder))
+    if not settings.kv.pool_bytes:
+        free = cores.pool_bytes_per_worker(cores.free_memory_bytes(), cores.free_folder_bytes(folder), workers)
+        settings = _updated(settings, "kv", pool_bytes=free)
+    if not settings.engine.threads:
+        settings = _updated(settings, "engine", threads=cores.threads_per_worker(cores.usable_cores(), workers))
+    return settings
+
+
+def _updated(settings: Settings, section: str, **values: object) -> Settings:
+    return settings.model_copy(update={section: getattr(settings, section).model_copy(update=values)})
+
+
+def _same_port(spec: ChildSpec, port: int) -> ChildSpec:
+    return replace(spec, env={**spec.env, "BATON_GATEWAY_PORT": str(port)})
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise SettingsError when the gateway could not listen there: sooner and plainer than its own failure."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            raise SettingsError(
+                f"cannot listen on {host} port {port}: {exc.strerror}; choose another with --port (0 takes a free one)",
+                param="gateway.port",
+            ) from exc
+
+
+def _reachable(host: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _address(url: str) -> str:
+    """A URL without the credentials it may hold."""
+    return url.partition("://")[2].rpartition("@")[2]
+
+
+def _fresh_logs(state: StateFolder) -> None:
+    """Keep the last run's logs as .old, so that a log holds one run."""
+    for log in state.logs.glob("*.log"):
+        if log.name != "up.log":
+            log.replace(log.with_suffix(".old"))
