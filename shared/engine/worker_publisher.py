@@ -44,7 +44,8 @@ class Publisher:
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything queued was handed to the bus, at most `timeout_s`."""
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             log.warning("%d messages were not sent in %.1f s", len(self._waiting), timeout_s)
 

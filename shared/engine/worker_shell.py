@@ -205,8 +205,10 @@ class WorkerShell:
         while True:
             self.publisher.send(subjects.worker_beat(self.worker), self.beat())
             await asyncio.sleep(BEAT_ON_CHANGE_S)
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), BEAT_S - BEAT_ON_CHANGE_S)
+                async with asyncio.timeout(BEAT_S - BEAT_ON_CHANGE_S):
+                    await self._changed.wait()
             self._changed.clear()
             self.tagger.pool_changed()
             # An engine that hangs must not stop the beat: its counter standing still is the news.

@@ -1,0 +1,323 @@
+"""Fake workers on the memory bus: the worker's side of every hop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.ids import BlockTag
+from shared.contracts.sampling import SamplingParams
+from shared.contracts.tokens import unpack_tokens
+from shared.engine.fake_runner import made_up_token
+from shared.engine.sequence import completion_checksum
+from shared.security.grant_signature import GrantSigner
+from tests.pipeline.worker_support import Cell, attempt, cell, options, signed_grant, until
+
+PROMPT = list(range(100, 130))
+
+
+def expected(prompt: list[int], count: int, seed: int = 0) -> list[int]:
+    return [made_up_token(seed, p, range(1000, 9000)) for p in range(len(prompt), len(prompt) + count)]
+
+
+async def test_local_and_handed_off_give_the_same_tokens(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        assert await c.local(PROMPT, a=attempt("req-l")) == expected(PROMPT, 12)
+        assert await c.handed_off(PROMPT, a=attempt("req-h")) == expected(PROMPT, 12)
+        final = c.driver.finals[attempt("req-h").request_id]
+        assert final.finish == "length"
+        assert final.totals is not None
+        assert final.totals.received_tokens == len(PROMPT) - 1
+        assert final.totals.bytes_pulled > 0
+        assert final.totals.computed_tokens == 12
+        assert final.totals.checksum == completion_checksum(expected(PROMPT, 12))
+        await c.driver.idle([c.decode_id, c.prefill_id])
+        await c.check()
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 17])
+async def test_prompts_around_block_edges_are_handed_off(tmp_path: Path, length: int) -> None:
+    prompt = PROMPT[:length]
+    async with cell(options(tmp_path)) as c:
+        assert await c.handed_off(prompt) == expected(prompt, 12)
+        await c.driver.idle([c.decode_id, c.prefill_id])
+
+
+async def test_many_requests_at_once(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, pool_bytes=400 * 16)) as c:
+        prompts = {f"req-{i}": PROMPT[: 3 + 3 * i] for i in range(8)}
+        runs = [
+            c.handed_off(p, a=attempt(r)) if i % 2 else c.local(p, a=attempt(r))
+            for i, (r, p) in enumerate(prompts.items())
+        ]
+        for (_, prompt), output in zip(prompts.items(), await asyncio.gather(*runs), strict=True):
+            assert output == expected(prompt, 12)
+        await c.driver.idle([c.decode_id, c.prefill_id])
+        await c.check()
+
+
+async def test_no_prefill_ever_comes(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id, lease_s=1.0)
+        await c.driver.final()
+        assert c.driver.output() == expected(PROMPT, 12)
+        await c.driver.idle([c.decode_id])
+
+
+async def test_refusals_say_why(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        forged = signed_grant("req-a", signer=GrantSigner(Ed25519PrivateKey.generate()))
+        answer = await c.driver.reserve(c.decode_id, PROMPT, grant=forged)
+        assert isinstance(answer, m.Refusal)
+        assert (answer.error.code, answer.never) == ("Forbidden/grant_invalid", True)
+        answer = await c.driver.reserve(c.decode_id, PROMPT, grant=signed_grant("req-other"))
+        assert isinstance(answer, m.Refusal)
+        assert answer.never
+        huge = SamplingParams(max_tokens=5000)
+        answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=huge, a=attempt("req-b"))
+        assert isinstance(answer, m.Refusal)
+        assert (answer.error.code, answer.never) == ("Overloaded/NeverFits", True)
+        over = SamplingParams(max_tokens=9000)
+        answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=over, a=attempt("req-c"))
+        assert isinstance(answer, m.Refusal)
+        assert answer.error.code.startswith("ContextExceeded")
+        big = SamplingParams(max_tokens=180, ignore_eos=True)
+        assert isinstance(await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-d")), m.Reserved)
+        answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-e"))
+        assert isinstance(answer, m.Refusal)
+        assert not answer.never
+        await cancel(c, "req-d")
+        for _ in range(100):  # the blocks are free within two steps
+            answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-e"))
+            if isinstance(answer, m.Reserved):
+                break
+            await asyncio.sleep(0.01)
+        assert isinstance(answer, m.Reserved)
+        await cancel(c, "req-e")
+        await c.driver.idle([c.decode_id])
+
+
+async def cancel(c: Cell, request: str, *, epoch: int = 1, dispatch: int = 1) -> m.Cancelled:
+    message = m.Cancel(attempt=attempt(request, epoch, dispatch), reason="client")
+    answer: m.Cancelled = await c.driver.bus.request(
+        subjects.decode(c.decode_id, "cancel"), message, m.Cancelled, timeout_s=5
+    )
+    return answer
+
+
+async def test_cancel_frees_and_fences(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, fake_speed=1.0)) as c:
+        long = SamplingParams(max_tokens=100, ignore_eos=True)
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=long)
+        await until(lambda: len(c.driver.output()) > 3)
+        answer = await cancel(c, "req-a")
+        assert answer.held
+        assert answer.totals is not None
+        assert answer.totals.completion_tokens >= 3
+        assert not (await cancel(c, "req-a")).held
+        refused = await c.driver.reserve(c.decode_id, PROMPT)
+        assert isinstance(refused, m.Refusal)
+        assert refused.error.code == "Conflict/older_attempt"
+        await c.driver.idle([c.decode_id])
+
+
+async def test_cancel_while_kv_is_awaited(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id)
+        assert (await cancel(c, "req-a")).held
+        await c.driver.idle([c.decode_id])
+
+
+async def test_finish_cuts_and_books_the_rest_as_waste(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, fake_speed=1.0)) as c:
+        long = SamplingParams(max_tokens=100, ignore_eos=True)
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=long)
+        await until(lambda: len(c.driver.output()) > 6)
+        message = m.Finish(attempt=attempt(), choice=0, num_tokens=4)
+        subject = subjects.decode(c.decode_id, "finish")
+        answer = await c.driver.bus.request(subject, message, m.Finished, timeout_s=5)
+        assert answer.held
+        assert answer.totals.completion_tokens == 4
+        assert answer.totals.wasted_tokens > 0
+        assert answer.totals.checksum == completion_checksum(expected(PROMPT, 4))
+        again = await c.driver.bus.request(subject, message, m.Finished, timeout_s=5)
+        assert not again.held
+        await c.driver.idle([c.decode_id])
+
+
+async def test_finish_after_the_end_cuts_the_same_account(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        c.driver.ack_finals = False
+        await c.driver.reserve(c.decode_id, PROMPT)
+        await c.driver.final()
+        message = m.Finish(attempt=attempt(), choice=0, num_tokens=5)
+        answer = await c.driver.bus.request(subjects.decode(c.decode_id, "finish"), message, m.Finished, timeout_s=5)
+        assert answer.held
+        assert answer.totals.completion_tokens == 5
+        assert answer.totals.wasted_tokens == 7
+        assert answer.totals.checksum == completion_checksum(expected(PROMPT, 5))
+
+
+async def test_replay_and_finals_until_acknowledged(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        c.driver.ack_finals = False
+        await c.driver.reserve(c.decode_id, PROMPT)
+        await c.driver.final()
+        ask = m.StreamReplay(attempt=attempt(), choice=0, from_seq=5)
+        answer = await c.driver.bus.request(subjects.decode(c.decode_id, "replay"), ask, m.StreamReplayed, timeout_s=5)
+        assert [t for r in answer.records for t in unpack_tokens(r.token_ids)] == expected(PROMPT, 12)[5:]
+        assert answer.records[-1].finish == "length"
+        c.driver.finals.clear()
+        c.driver.ack_finals = True
+        await c.driver.final(timeout_s=5)
+        await until(lambda: len(c.decode.book.held) == 0)
+        answer = await c.driver.bus.request(subjects.decode(c.decode_id, "replay"), ask, m.StreamReplayed, timeout_s=5)
+        assert not answer.held
+
+
+async def test_a_newer_epoch_goes_on_with_what_runs(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, fake_speed=0.5)) as c:
+        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=sampling)
+        await until(lambda: len(c.driver.output()) > 5)
+        committed = c.driver.output()[:4]
+        answer = await c.driver.reserve(
+            c.decode_id,
+            PROMPT + committed,
+            a=attempt(epoch=2),
+            sampling=sampling,
+            num_prompt_tokens=len(PROMPT),
+        )
+        assert isinstance(answer, m.Reserved)
+        assert answer.already_running
+        assert not (await cancel(c, "req-a", epoch=1)).held
+        final = await c.driver.final()
+        assert final.attempt == attempt(epoch=2)
+        assert c.driver.output() == expected(PROMPT, 30)
+        assert final.totals is not None
+        assert final.totals.computed_tokens < 65, "nothing was computed twice"
+
+
+async def test_a_resumed_request_goes_on_with_its_sequence_numbers(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        committed = expected(PROMPT, 5)
+        c.driver.tokens[attempt().request_id] = dict(enumerate(committed))
+        await c.driver.reserve(c.decode_id, PROMPT + committed, a=attempt(epoch=2), num_prompt_tokens=len(PROMPT))
+        final = await c.driver.final()
+        assert c.driver.output() == expected(PROMPT, 12)
+        assert final.totals is not None
+        assert final.totals.completion_tokens == 12
+        assert final.totals.checksum == completion_checksum(expected(PROMPT, 12))
+
+
+async def test_a_newer_dispatch_keeps_pulled_blocks(tmp_path: Path) -> None:
+    slow = options(tmp_path, fake_speed=0.2)
+    async with cell(options(tmp_path), slow) as c:
+        first = await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id)
+        assert isinstance(first, m.Reserved)
+        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, first)
+        held = c.decode.book.held[attempt().request_id]
+        await until(lambda: held.sink is not None and held.sink.contiguous > 0)
+        second = await c.driver.reserve(c.decode_id, PROMPT, a=attempt(dispatch=2), prefill=c.prefill_id)
+        assert isinstance(second, m.Reserved)
+        assert not second.already_running
+        assert second.num_cached_tokens > 0
+        assert second.lease_token != first.lease_token
+        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, second, a=attempt(dispatch=2))
+        await c.driver.final()
+        assert c.driver.output() == expected(PROMPT, 12)
+        await c.driver.idle([c.decode_id, c.prefill_id])
+        await c.check()
+
+
+async def test_prefill_fences_and_refuses(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        reserved = m.Reserved(incarnation=c.decode.shell.incarnation, num_cached_tokens=0, lease_token=b"x" * 16)
+        a2 = attempt(dispatch=2)
+        assert isinstance(
+            await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, a=a2, term=5), m.PrefillAccepted
+        )
+        # The decode worker does not hold it: it releases the source at the first commit.
+        await c.driver.idle([c.prefill_id], timeout_s=4)
+        late = await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, a=attempt(dispatch=1), term=5)
+        assert isinstance(late, m.Refusal)
+        assert late.error.code == "Conflict/older_attempt"
+        lower = await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, a=attempt(dispatch=3), term=4)
+        assert isinstance(lower, m.Refusal)
+        assert lower.error.code == "Conflict/lower_term"
+
+
+async def test_tags_are_announced_and_hit(tmp_path: Path) -> None:
+    tags = tuple(BlockTag(bytes([i]) * 16) for i in range(7))
+    events: list[m.BlockEvents] = []
+    extends: list[m.Extend] = []
+
+    async def extend(delivery: object) -> m.Extended:
+        message: m.Extend = delivery.message  # type: ignore[attr-defined]
+        extends.append(message)
+        runs = []
+        for run in message.runs:
+            made = tuple(BlockTag(bytes([200 + i]) * 16) for i in range(len(run.blocks)))
+            runs.append(m.ExtendedRun(tags=made))
+        return m.Extended(runs=tuple(runs))
+
+    async with cell(options(tmp_path)) as c:
+        await c.driver.bus.subscribe(subjects.ANY_INDEX_EVENTS, m.BlockEvents, lambda d: events.append(d.message))
+        await c.driver.bus.serve(subjects.INDEX_EXTEND, m.Extend, extend)
+        groups = (m.GroupTags(0, tags),)
+        reserved = await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id, tags=groups)
+        assert isinstance(reserved, m.Reserved)
+        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, tags=groups)
+        await c.driver.final()
+
+        def stored(worker: str) -> set[bytes]:
+            return {t for e in events if e.worker == worker for g in e.stored for t in g.tags}
+
+        await until(lambda: stored(c.prefill_id) == set(tags))
+        await until(lambda: len(stored(c.decode_id)) > len(tags))
+        assert stored(c.decode_id) >= set(tags)
+        assert extends[0].runs[0].parent == tags[-1]
+        again = await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-b"), tags=groups)
+        assert isinstance(again, m.Reserved)
+        assert again.num_cached_tokens == 28
+        await c.driver.final("req-b")
+        assert c.driver.output("req-b") == expected(PROMPT, 12)
+        await c.driver.bus.publish(subjects.index_replay(c.decode_id), m.Replay(number=0))
+        await until(lambda: any(e.snapshot and e.worker == c.decode_id and e.number > 1 for e in events))
+        numbers = [e.number for e in events if e.worker == c.decode_id]
+        assert numbers == sorted(numbers)
+
+
+async def test_beats_and_listings_say_what_is_held(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, fake_speed=0.5)) as c:
+        beat = c.driver.beats[c.decode_id]
+        assert beat.fake
+        assert (beat.role, beat.block_sizes, beat.kv_pool) == ("decode", (4,), "decode-1.kvpool")
+        assert beat.fingerprint
+        assert beat.numerics == "fake"
+        assert beat.step_model.base_s > 0
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=SamplingParams(max_tokens=100, ignore_eos=True))
+        await until(lambda: [p.attempt for p in c.driver.beats[c.decode_id].attempts] == [attempt()])
+        await until(lambda: any(f.held and f.held[0].next_seq[0] > 0 for f in c.driver.listings), 5)
+        await cancel(c, "req-a")
+
+
+async def test_stopping_ends_what_runs_with_an_error(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, fake_speed=0.2)) as c:
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=SamplingParams(max_tokens=150, ignore_eos=True))
+        await until(lambda: len(c.driver.output()) > 2)
+        stopping = asyncio.create_task(c.decode.stop(0.3))
+        await until(lambda: c.driver.beats[c.decode_id].draining)
+        refused = await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-b"))
+        assert isinstance(refused, m.Refusal)
+        final = await c.driver.final()
+        assert (final.finish, final.error is not None and final.error.code) == (
+            "error",
+            "Unavailable/worker_stopping",
+        )
+        await stopping
