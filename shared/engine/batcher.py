@@ -345,6 +345,7 @@ class Batcher:
             assert seq.num_placeholders <= self.config.depth + 1, f"{seq_id}: too many placeholders"
             assert seq.num_confirmed_tokens <= seq.num_computed_tokens <= seq.spec.num_slots
             assert not seq.may_be_freed, f"{seq_id}: over, but its blocks are held"
+            assert not (seq.finish and seq.num_placeholders), f"{seq_id}: over, but it waits for tokens"
         for row in (row for plan in self._in_flight for row in plan.sequences):
             assert row.seq_id in self._sequences, f"{row.seq_id}: blocks freed under a step in flight"
         for group, pool in enumerate(self.pool.groups):
