@@ -1,7 +1,8 @@
 """Who leads a model pool, by a lease in NATS KV. Pure: the shell asks for the lease and reports what came of it.
 
 The holder stops `margin_s` before the lease can end, counted from when it *asked*, so that two never lead at once by
-their own clocks; workers refuse a lower term in any case.
+their own clocks; workers refuse a lower term in any case. A term that was stopped is never taken up
+again: its requests are forgotten, and only a higher term makes the ingresses send them anew.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from shared.contracts.ids import Term
 class Change(enum.Enum):
     STARTED = "started"
     STOPPED = "stopped"
+    RELEASE = "release"  # give the lease up, so that the next ask begins a new term
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class Leadership:
     margin_s: float = 1.0
     term: Term | None = None  # set while leading
     _until_s: float = 0.0
+    _ended: int = 0  # the highest term that was stopped here
 
     @property
     def renew_every_s(self) -> float:
@@ -34,6 +37,8 @@ class Leadership:
         """What `acquire_lease`, asked at `asked_s`, returned. A new term is a new leadership: stop, then start."""
         if term is None:
             return self._stop()
+        if term <= self._ended:
+            return [Change.RELEASE]
         self._until_s = asked_s + self.ttl_s - self.margin_s
         if self.term == term:
             return []
@@ -51,5 +56,6 @@ class Leadership:
     def _stop(self) -> list[Change]:
         if self.term is None:
             return []
+        self._ended = max(self._ended, self.term)
         self.term = None
         return [Change.STOPPED]

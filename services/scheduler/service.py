@@ -92,10 +92,7 @@ class SchedulerService:
         led = self._leadership.term is not None
         await self._step_down()
         if led:
-            try:
-                await asyncio.wait_for(self._bus.release_lease(self._lease_name, self._settings.scheduler_id), REPLY_S)
-            except (BatonError, TimeoutError) as exc:
-                log.warning("lease not released, it runs out by itself: %s", exc)
+            await self._release()
         for hop in list(self._hops):
             hop.cancel()
         await asyncio.gather(*self._hops, return_exceptions=True)
@@ -122,10 +119,12 @@ class SchedulerService:
 
     async def _change(self, changes: list[Change]) -> None:
         for change in changes:
-            if change == Change.STOPPED:
+            if change == Change.STARTED:
+                await self._step_up()
+            elif change == Change.STOPPED:
                 await self._step_down()
             else:
-                await self._step_up()
+                await self._release()
 
     async def _step_up(self) -> None:
         term = self._leadership.term
@@ -151,6 +150,12 @@ class SchedulerService:
         serving, self._serving = self._serving, None
         if serving is not None:
             await serving.stop()
+
+    async def _release(self) -> None:
+        try:
+            await asyncio.wait_for(self._bus.release_lease(self._lease_name, self._settings.scheduler_id), REPLY_S)
+        except (BatonError, TimeoutError) as exc:
+            log.warning("lease not released, it runs out by itself: %s", exc)
 
     async def _beat(self) -> None:
         table = self._table

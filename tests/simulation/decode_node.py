@@ -349,6 +349,4 @@ class DecodeNode(Node):
 
 def _totals(sequence: Sequence) -> m.Totals:
     output = sequence.output
-    return m.Totals(
-        prompt_tokens=sequence.num_prompt, completion_tokens=len(output), checksum=checksum(output)
-    )
+    return m.Totals(prompt_tokens=sequence.num_prompt, completion_tokens=len(output), checksum=checksum(output))

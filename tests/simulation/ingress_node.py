@@ -73,9 +73,7 @@ class IngressNode(Node):
         def find_stop(choice: int, first_seq: int, new: Any) -> int | None:
             return job.stop_at if job.stop_at and first_seq < job.stop_at <= first_seq + len(new) else None
 
-        stream = StreamCommit(
-            request_id, job.prompt, arrived=self.net.now, budget_s=job.budget_s, find_stop=find_stop
-        )
+        stream = StreamCommit(request_id, job.prompt, arrived=self.net.now, budget_s=job.budget_s, find_stop=find_stop)
         client = self.clients[request_id] = Client(job, self, stream)
         self.world.clients.append(client)
         self._do(client, stream.start(self.net.now))

@@ -38,6 +38,11 @@ class LeaseStore:
         self.owner, self.expires_s = owner, now + ttl_s
         return self.term
 
+    def release(self, owner: str) -> None:
+        if self.owner == owner:
+            self.owner = ""
+            self.expires_s = 0.0
+
 
 class SchedulerNode(Node):
     def __init__(self, world: World, name: str) -> None:
@@ -92,6 +97,9 @@ class SchedulerNode(Node):
 
     def _change(self, changes: list[Change]) -> None:
         for change in changes:
+            if change == Change.RELEASE:
+                self.world.lease.release(self.name)
+                continue
             self.table = None
             if change == Change.STARTED:
                 term = self.leadership.term
