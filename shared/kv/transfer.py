@@ -188,7 +188,7 @@ def _open_plain(folder: Path, name: str) -> int:
     if POOL_NAME.fullmatch(name) is None:
         raise Unavailable(f"{name!r} is not the name of a KV pool")
     try:
-        fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
         raise Unavailable(f"the KV pool {name} cannot be opened: {exc.strerror}") from exc
     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,0 +1,94 @@
+"""Tag chains: known tags at once, unknown ones through the index, one run at a time."""
+
+from __future__ import annotations
+
+from shared.contracts.attempt import Attempt
+from shared.contracts.errors import ErrorInfo
+from shared.contracts.grants import SignedGrant
+from shared.contracts.ids import BlockGeneration, BlockTag, Dispatch, Epoch, RequestId
+from shared.contracts.messages import ExtendedRun, GroupTags
+from shared.engine.sequence import CompletedBlock
+from shared.engine.worker_tags import TagChains, Tagging
+
+ATTEMPT = Attempt(RequestId("req-a"), Epoch(1), Dispatch(1))
+GRANT = SignedGrant(b"", b"")
+
+
+def tag(i: int) -> BlockTag:
+    return BlockTag(bytes([i]) * 16)
+
+
+def block(position: int) -> CompletedBlock:
+    return CompletedBlock(position, 50 + position, BlockGeneration(1), (position, position))
+
+
+def opened(known: int) -> TagChains:
+    chains = TagChains(1)
+    chains.open("s", ATTEMPT, GRANT, [GroupTags(0, tuple(tag(i) for i in range(known)))])
+    return chains
+
+
+def test_known_tags_are_applied_at_once() -> None:
+    chains = opened(2)
+    assert chains.completed("s", [[block(0), block(1)]]) == [Tagging(0, block(0), tag(0)), Tagging(0, block(1), tag(1))]
+    assert chains.take_runs() == []
+
+
+def test_further_blocks_extend_from_the_last_tag_one_run_at_a_time() -> None:
+    chains = opened(1)
+    assert chains.completed("s", [[block(1), block(2)]]) == []
+    (asked,) = chains.take_runs()
+    assert (asked.run.parent, len(asked.run.blocks)) == (tag(0), 2)
+    chains.completed("s", [[block(3)]])
+    assert chains.take_runs() == [], "one run is with the index"
+    tagged = chains.extended(asked, ExtendedRun(tags=(tag(1), tag(2))))
+    assert tagged == [Tagging(0, block(1), tag(1)), Tagging(0, block(2), tag(2))]
+    (asked,) = chains.take_runs()
+    assert asked.run.parent == tag(2)
+
+
+def test_without_tags_the_chain_starts_at_position_0() -> None:
+    chains = opened(0)
+    chains.completed("s", [[block(0)]])
+    assert chains.take_runs()[0].run.parent == b""
+
+
+def test_a_hole_ends_the_chain() -> None:
+    chains = opened(0)
+    chains.completed("s", [[block(3)]])
+    assert chains.take_runs() == []
+    chains.completed("s", [[block(4)]])
+    assert chains.take_runs() == []
+
+
+def test_a_refused_run_ends_the_chain_and_a_lost_one_waits() -> None:
+    chains = opened(1)
+    chains.completed("s", [[block(1)]])
+    (asked,) = chains.take_runs()
+    chains.failed(asked)
+    (asked,) = chains.take_runs()
+    assert chains.extended(asked, ExtendedRun(error=ErrorInfo("Forbidden/x", "no"))) == []
+    chains.completed("s", [[block(2)]])
+    assert chains.take_runs() == []
+
+
+def test_closed_chains_are_forgotten_when_nothing_waits() -> None:
+    chains = opened(1)
+    chains.completed("s", [[block(1)]])
+    chains.close("s")
+    (asked,) = chains.take_runs()
+    assert len(chains) == 1
+    assert chains.extended(asked, ExtendedRun(tags=(tag(1),))) == [Tagging(0, block(1), tag(1))]
+    assert len(chains) == 0
+    chains.open("t", ATTEMPT, GRANT, [])
+    chains.completed("t", [[block(0)]])
+    chains.close("t")
+    (asked,) = chains.take_runs()
+    chains.failed(asked)
+    assert len(chains) == 0
+
+
+def test_prefill_asks_for_nothing() -> None:
+    chains = opened(1)
+    chains.completed("s", [[block(1)]], ask=False)
+    assert chains.take_runs() == []
