@@ -22,16 +22,23 @@ USAGE = "usage: ./baton COMMAND [options]      ./baton COMMAND --help tells more
 
 def main(argv: Sequence[str]) -> int:
     """Dispatch; commands are imported only when asked for, so each starts as fast as it can."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(USAGE)
-        return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        print(f"baton: no command {argv[0]!r}\n\n{USAGE}", file=sys.stderr)
-        return 2
+    if not argv or argv[0] not in COMMANDS:
+        return refuse(argv)
     module, function, _ = COMMANDS[argv[0]]
     command = getattr(importlib.import_module(module), function)
     code: int = command(argv[1:])
     return code
+
+
+def refuse(argv: Sequence[str]) -> int:
+    """Answer what is no command: help when asked for (0), else help as an error (2)."""
+    if argv and argv[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if argv:
+        print(f"baton: no command {argv[0]!r}\n", file=sys.stderr)
+    print(USAGE, file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

