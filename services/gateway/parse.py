@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +19,7 @@ from services.gateway.openai_schema import (
 from shared.contracts.errors import InvalidInput
 
 MAX_PARAM_CHARS = 100
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -54,12 +56,30 @@ def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
 def _json_object(body: bytes) -> dict[str, Any]:
     # NaN and Infinity pass here, so that the parameter which holds them can be named
     try:
-        value = json.loads(body)
+        value = json.loads(body.decode("utf-8"))
+        if _SURROGATE.search(body):
+            _require_valid_text(value, ())
     except (ValueError, RecursionError) as exc:
         raise InvalidInput(f"the body is not valid JSON: {_reason(exc)}", code="invalid_json") from exc
     if not isinstance(value, dict):
         raise InvalidInput("the body must be a JSON object", code="invalid_json")
     return value
+
+
+def _require_valid_text(value: Any, path: tuple[Any, ...]) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            name = param_name(path)
+            raise InvalidInput(f"{name}: half of a surrogate pair is not valid Unicode", param=name) from None
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _require_valid_text(key, (*path, key))
+            _require_valid_text(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _require_valid_text(item, (*path, index))
 
 
 def _reason(exc: ValueError | RecursionError) -> str:

@@ -1,0 +1,170 @@
+"""OP-11, 12, 14 to 20: borders of parameters, prompts, bodies and ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.bus.memory_bus import MemoryBroker
+from tests.conformance.support import canary, frames, refused, send
+from tests.pipeline.gateway_support import (
+    CONTEXT,
+    HEADERS,
+    MODEL,
+    TOKENIZER,
+    Backend,
+    chat,
+    completion,
+    gateway_stack,
+    http_stack,
+)
+
+
+async def test_op11_max_tokens_edges() -> None:
+    async with gateway_stack(Backend(MemoryBroker(), text=lambda prompt: "y" * 2000)) as stack:
+        await refused(stack, "completions", completion(max_tokens=0, echo=True, logprobs=1), "echo")
+        for value in (0, -1, "5", 2**40):
+            await refused(stack, "completions", completion(max_tokens=value), "max_tokens")
+        one = (await send(stack, "completions", completion(max_tokens=1))).json()
+        assert (one["usage"]["completion_tokens"], one["choices"][0]["finish_reason"]) == (1, "length")
+        missing = (await send(stack, "completions", completion())).json()
+        assert missing["usage"]["total_tokens"] == CONTEXT
+        assert missing["choices"][0]["finish_reason"] == "length"
+        await canary(stack)
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "presence_penalty"])
+async def test_op12_non_finite_parameters_are_named(name: str, literal: str) -> None:
+    async with gateway_stack() as stack:
+        await refused(stack, "completions", f'{{"model":"{MODEL}","prompt":"a","{name}":{literal}}}'.encode(), name)
+        await canary(stack)
+
+
+async def test_op12_border_parameters() -> None:
+    async with gateway_stack() as stack:
+        for name, value in (("temperature", -0.1), ("top_p", 0), ("top_p", 1.01), ("top_k", -1)):
+            await refused(stack, "completions", completion(**{name: value}), name)
+        for more in ({"top_p": 1}, {"top_k": 0}):
+            assert (await send(stack, "completions", completion(**more))).status_code == 200
+        unset, border = stack.backend.submits[-2:]
+        assert unset.sampling[0].top_p == border.sampling[0].top_p == 1.0
+        await canary(stack)
+
+
+async def test_op14_a_parameter_works_or_is_refused_by_name() -> None:
+    async with gateway_stack() as stack:
+        for name, value in (("n", 2), ("best_of", 3), ("echo", True), ("suffix", "x"), ("logprobs", True)):
+            await refused(stack, "completions", completion(**{name: value}), name)
+        for name, value in (("logprobs", 5), ("top_logprobs", 3), ("unheard_of", 1)):
+            await refused(stack, "chat/completions", chat(**{name: value}), name)
+        assert not stack.backend.admits
+        await canary(stack)
+
+
+async def test_op15_empty_input() -> None:
+    async with gateway_stack() as stack:
+        for prompt in ("", [""], [], [[]], ["ok", ""]):
+            await refused(stack, "completions", completion(prompt), "prompt")
+        await refused(stack, "chat/completions", {"model": MODEL, "messages": []}, "messages")
+        await refused(stack, "chat/completions", chat(None), "messages.0.content")
+        # the template's own tokens make a prompt of it
+        empty = await send(stack, "chat/completions", chat(""))
+        assert empty.status_code == 200
+        assert empty.json()["usage"]["prompt_tokens"] >= 1
+        assert (await stack.client.get("/health")).status_code == 200
+        await canary(stack)
+
+
+async def test_op16_prompt_as_token_ids() -> None:
+    async with gateway_stack() as stack:
+        fine = await send(stack, "completions", completion([1, 2, 3]))
+        assert fine.status_code == 200
+        assert fine.json()["usage"]["prompt_tokens"] == 3
+        size = TOKENIZER.vocab_size
+        for prompt in ([size], [-1], [9223372036854775808], [1.5], [[1, 2], [3]], ["a", [1]], [True]):
+            await refused(stack, "completions", completion(prompt), "prompt")
+        assert len(stack.backend.admits) == 1
+        await canary(stack)
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\ude00"])
+async def test_op17_half_of_a_surrogate_pair(half: str) -> None:
+    async with gateway_stack() as stack:
+        bodies = [
+            f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"{half}"}}]}}',
+            f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"a"}}],"stop":"{half}"}}',
+            f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"a"}}],"user":"{half}"}}',
+            f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"a"}}],"tools":[{{"name":"{half}"}}]}}',
+        ]
+        for body in bodies:
+            response = await send(stack, "chat/completions", body.encode())
+            assert response.status_code == 400
+            response.json()
+        pair = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"\\ud83d\\ude00"}}]}}'
+        assert (await send(stack, "chat/completions", pair.encode())).status_code == 200
+        await canary(stack)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [CONTEXT + 1, 4 * CONTEXT])
+async def test_op18_a_prompt_over_the_context(length: int, stream: bool) -> None:
+    async with gateway_stack() as stack:
+        body = completion("x" * length, stream=stream)
+        response = await send(stack, "completions", body)
+        assert response.status_code == 400
+        assert response.headers["content-type"] == "application/json"
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert not stack.backend.admits
+        assert not stack.backend.submits
+        await canary(stack)
+
+
+async def test_op19_a_huge_body_with_and_without_length() -> None:
+    size, piece = 64 * 1024 * 1024, b"x" * (1024 * 1024)
+
+    async def chunked() -> Any:
+        for _ in range(size // len(piece)):
+            yield piece
+
+    async with http_stack() as (_, url), httpx.AsyncClient(base_url=url, timeout=30) as client:
+        slowest, done = 0.0, False
+
+        async def poll() -> None:
+            nonlocal slowest
+            while not done:
+                started = asyncio.get_running_loop().time()
+                assert (await client.get("/health")).status_code == 200
+                slowest = max(slowest, asyncio.get_running_loop().time() - started)
+                await asyncio.sleep(0.05)
+
+        polling = asyncio.create_task(poll())
+        for content in (b"x" * size, chunked()):
+            response = await client.post("/v1/completions", content=content, headers=HEADERS)
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "request_too_large"
+        # 1.5 MB under the limit is read and tokenized, in a thread of its own
+        long = json.dumps(completion("ab " * 500_000)).encode()
+        assert (await client.post("/v1/completions", content=long, headers=HEADERS)).status_code == 400
+        done = True
+        await polling
+        assert slowest < 0.5
+
+
+async def test_op20_the_same_request_id_twice() -> None:
+    backend = Backend(MemoryBroker(), text=lambda prompt: f"you said {prompt}", step_s=0.001)
+    async with gateway_stack(backend) as stack:
+        for turn in range(20):
+            one, two = await asyncio.gather(
+                send(stack, "completions", completion(f"a{turn}", stream=True), "key-a", **{"X-Request-Id": "same"}),
+                send(stack, "completions", completion(f"b{turn}", stream=True), "key-b", **{"X-Request-Id": "same"}),
+            )
+            for response, prompt in ((one, f"a{turn}"), (two, f"b{turn}")):
+                assert response.headers["x-request-id"] == "same"
+                text = "".join(c["text"] for event in frames(response)[:-1] for c in event["choices"])
+                assert text == f"you said {prompt}"
+        assert len({submit.attempt.request_id for submit in backend.submits}) == 40

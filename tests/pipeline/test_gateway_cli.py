@@ -1,0 +1,52 @@
+"""`./baton chat` and `./baton trace` against a gateway behind a real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.pipeline.gateway_support import default_output, http_stack
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def baton(url: str, *arguments: str, key: str = "key-a", state: str = "/nonexistent") -> tuple[int, str, str]:
+    def run() -> subprocess.CompletedProcess[str]:
+        env = {"BATON_URL": url, "BATON_API_KEY": key, "BATON_STATE": state, "PATH": "", "PYTHONUTF8": "1"}
+        command = [sys.executable, "-m", "services.cli", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+    done = await asyncio.to_thread(run)
+    return done.returncode, done.stdout, done.stderr
+
+
+async def test_chat_streams_the_answer_and_tells_errors_plainly() -> None:
+    async with http_stack() as (_, url):
+        assert await baton(url, "chat", "hi") == (0, default_output("") + "\n", "")
+        code, _, error = await baton(url, "chat", "hi", "--max-tokens", "0")
+        assert (code, error) == (1, "baton chat: HTTP 400: max_tokens: input should be greater than or equal to 1\n")
+        code, _, error = await baton(url, "chat", "hi", key="wrong")
+        assert code == 1
+        assert "not valid" in error
+    code, _, error = await baton(url, "chat", "hi")
+    assert code == 1
+    assert "./baton up" in error
+    code, _, error = await baton("", "chat", "hi")
+    assert "no stack is running" in error
+
+
+async def test_trace_lists_requests_and_prints_one() -> None:
+    async with http_stack() as (stack, url):
+        await baton(url, "chat", "hi")
+        await stack.settled()
+        await asyncio.sleep(0.4)
+        code, table, error = await baton(url, "trace", key="key-admin")
+        assert code == 0, error
+        request = table.splitlines()[1].split()[0]
+        code, text, error = await baton(url, "trace", request, key="key-admin")
+        assert code == 0, error
+        assert "gateway.stream" in text
+        code, _, error = await baton(url, "trace", key="key-a")
+        assert (code, error) == (1, "baton trace: HTTP 403: this needs an admin key\n")
