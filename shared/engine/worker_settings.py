@@ -1,0 +1,44 @@
+"""A worker's engine options out of Baton's settings. Pure but for the sizes of this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared.contracts.errors import SettingsError
+from shared.engine.worker_engine import WorkerOptions
+from shared.model.fetch import cache_dir, default_model_dir
+from shared.settings.sections import Settings
+
+DEFAULT_POOL_BYTES = 256 * 1024 * 1024
+"""When nobody decided on a size: `./baton up` derives one from free memory."""
+
+
+def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> WorkerOptions:
+    """Options of a worker of `role`, prefill or decode.
+
+    Raises:
+        SettingsError: the token budget does not exceed the number of sequences.
+    """
+    engine, workers = settings.engine, settings.workers
+    field = "prefill_token_budget" if role == "prefill" else "token_budget"
+    budget: int = getattr(engine, field)
+    if budget <= engine.max_sequences:
+        raise SettingsError(
+            f"engine.{field} is {budget}: it must exceed engine.max_sequences, {engine.max_sequences}",
+            param=f"engine.{field}",
+        )
+    cores = len(os.sched_getaffinity(0))
+    return WorkerOptions(
+        model_dir=Path(settings.model.path) if settings.model.path else default_model_dir(cache_dir(env)),
+        kv_dir=Path(settings.kv.dir or f"/dev/shm/baton-{os.getuid()}"),
+        dtype=settings.model.dtype,
+        block_size=settings.kv.block_size,
+        pool_bytes=settings.kv.pool_bytes or DEFAULT_POOL_BYTES,
+        token_budget=budget,
+        max_num_seqs=engine.max_sequences,
+        depth=engine.depth,
+        threads=engine.threads or max(1, cores // max(1, workers.prefill + workers.decode)),
+        fake=workers.fake,
+    )

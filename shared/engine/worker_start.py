@@ -1,0 +1,54 @@
+"""What the entry points of both worker roles do alike: an engine and a shell on one exit stack."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from shared.contracts.grants import Grant, SignedGrant
+from shared.contracts.ids import WorkerId, new_process_id
+from shared.engine.worker_engine import open_worker_engine
+from shared.engine.worker_fences import Fences
+from shared.engine.worker_settings import worker_options
+from shared.engine.worker_shell import WorkerShell
+from shared.lifecycle.runtime import Runtime
+from shared.security.grant_signature import GrantVerifier, load_public_keys
+from shared.store.secrets import secret_path
+from shared.telemetry.setup import setup_telemetry
+
+log = logging.getLogger("baton.worker")
+
+GRANT_PUBLIC_KEY_VARIABLE = "BATON_GRANT_PUBLIC_KEY_FILE"
+DRAIN_S = 5.0
+"""How long running work may go on after the signal to stop; within what `./baton down` waits."""
+ENGINE_STOP_S = 5.0
+
+
+async def start_shell(runtime: Runtime, role: str) -> tuple[WorkerShell, Fences]:
+    """Load and start the engine; both are stopped when the runtime's stack unwinds.
+
+    Raises:
+        SettingsError, Internal: the worker can't run here.
+    """
+    settings = runtime.settings
+    worker = WorkerId(new_process_id(role))
+    telemetry = await runtime.stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
+    options = worker_options(settings, role, runtime.env)
+    core = await asyncio.to_thread(open_worker_engine, options, worker)
+    runtime.stack.push_async_callback(asyncio.to_thread, core.stop, ENGINE_STOP_S)
+    await asyncio.to_thread(core.start)
+    if options.fake:
+        log.warning("%s is a FAKE worker: its tokens are made up", worker)
+    else:
+        blocks, model = core.facts.layout.num_blocks, core.step_model
+        log.info("%s: %s blocks, step model %s", worker, blocks, model)
+    fences = Fences()
+    return WorkerShell(runtime.bus, core, worker, settings.model.pool, fences, telemetry.tracer), fences
+
+
+def grant_check(runtime: Runtime) -> Callable[[SignedGrant], Grant]:
+    """Tells policy's grants from others by policy's public key. Raises SettingsError when the key is missing."""
+    verifier = GrantVerifier(load_public_keys(secret_path(runtime.env, GRANT_PUBLIC_KEY_VARIABLE)))
+    return lambda signed: verifier.verify(signed, time.time())
