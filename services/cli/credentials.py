@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.cli.nats_config import nats_config
 from shared.contracts.subjects import SERVICES
+from shared.security.grant_signature import GrantSigner, private_pem, public_pem
 from shared.store.secrets import ensure_secret, random_key, random_password, read_secret_text, write_private
 
 DEMO_TENANT, ADMIN_TENANT = "demo", "admin"
@@ -38,12 +39,12 @@ class Credentials:
 
     @property
     def grant_key(self) -> Path:
-        """policy's Ed25519 private key, 32 raw bytes."""
+        """policy's Ed25519 private key, PEM."""
         return self.folder / "grant-key"
 
     @property
     def grant_public_key(self) -> Path:
-        """Its public key, 32 raw bytes."""
+        """Its public key, PEM."""
         return self.folder / "grant-public-key"
 
     @property
@@ -63,8 +64,8 @@ def ensure_credentials(folder: Path) -> Credentials:
         ensure_secret(folder / f"nats-{service}", random_password)
     ensure_secret(folder / "redis", random_password)
     ensure_secret(folder / "master-key", random_key)
-    private = Ed25519PrivateKey.from_private_bytes(ensure_secret(folder / "grant-key", random_key))
-    write_private(folder / "grant-public-key", private.public_key().public_bytes_raw())
+    ensure_secret(folder / "grant-key", lambda: private_pem(Ed25519PrivateKey.generate()))
+    write_private(folder / "grant-public-key", public_pem(GrantSigner.from_file(folder / "grant-key").public_key))
     for name in ("api-key", "admin-key"):
         ensure_secret(folder / name, new_api_key)
     credentials = Credentials(folder, read_secret_text(folder / "api-key"), read_secret_text(folder / "admin-key"))

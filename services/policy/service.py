@@ -64,7 +64,7 @@ class PolicyService:
         bus = self._bus
         audit = STREAMS[AUDIT_STREAM].subject
         self._subscriptions = [
-            await bus.consume(AUDIT_STREAM, audit, m.AuditRecord, self.on_audit, durable="policy-audit"),
+            await bus.consume(AUDIT_STREAM, audit, m.AuditRecord, self.on_audit, durable="policy"),
             await bus.consume(SETTLE_STREAM, subjects.POLICY_SETTLE, m.Settle, self.on_settle, durable="policy"),
             await bus.serve(subjects.POLICY_AUTHENTICATE, m.Authenticate, self.authenticate, queue=QUEUE),
             await bus.serve(subjects.POLICY_ADMIT, m.Admit, self.admit, queue=QUEUE),
