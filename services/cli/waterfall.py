@@ -19,15 +19,16 @@ def list_table(traces: Sequence[TraceSummary], now: float) -> str:
     """One line a request, newest first. `now`: unix seconds."""
     if not traces:
         return "no requests yet"
-    head = f"{'REQUEST':<14}{'AGE':>6}  {'MODEL':<16}{'TENANT':<10}{'PATH':<11}{'PROMPT':>6}{'CACHED':>7}{'OUT':>6}"
-    lines = [f"{head}{'TTFT':>8}{'TOTAL':>8}  STATUS"]
+    head = f"{'REQUEST':<13}{'AGE':>4}  {'MODEL':<15}{'TENANT':<9}{'PATH':<11}{'PROMPT':>6}{'CACHED':>7}{'OUT':>6}"
+    lines = [f"{head}{'TTFT':>8}{'TOTAL':>8} STATUS"]
     for t in traces:
         request = t.request_id.removeprefix("req-")[:12] or t.trace_id[:12]
-        lines.append(
-            f"{request:<14}{_age(now - t.start_s):>6}  {_cut(t.model, 15):<16}{_cut(t.tenant, 9):<10}"
+        line = (
+            f"{request:<13}{_age(now - t.start_s):>4}  {_cut(t.model, 14):<15}{_cut(t.tenant, 8):<9}"
             f"{t.path or '-':<11}{t.prompt_tokens:>6}{t.cached_tokens:>7}{t.completion_tokens:>6}"
-            f"{'-' if t.ttft_s is None else seconds(t.ttft_s):>8}{seconds(t.total_s):>8}  {t.status}"
+            f"{'-' if t.ttft_s is None else seconds(t.ttft_s):>8}{seconds(t.total_s):>8} {t.status}"
         )
+        lines.append(_cut(line, WIDTH))
     return "\n".join(lines)
 
 
