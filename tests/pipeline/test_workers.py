@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +14,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.ids import BlockTag
+from shared.contracts.ids import BlockTag, Term
 from shared.contracts.sampling import SamplingParams
-from shared.contracts.tokens import unpack_tokens
+from shared.contracts.tokens import pack_tokens, unpack_tokens
 from shared.engine.fake_runner import made_up_token
 from shared.engine.sequence import completion_checksum
+from shared.engine.step_plan import StepOutput, StepPlan
 from shared.security.grant_signature import GrantSigner
-from tests.pipeline.worker_support import Cell, attempt, cell, options, signed_grant, until
+from tests.pipeline.worker_support import INGRESS, Cell, attempt, cell, options, signed_grant, until
 
 PROMPT = list(range(100, 130))
 
@@ -321,3 +326,94 @@ async def test_stopping_ends_what_runs_with_an_error(tmp_path: Path) -> None:
             "Unavailable/worker_stopping",
         )
         await stopping
+
+
+async def test_each_choice_ends_for_itself(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, pool_bytes=400 * 16)) as c:
+        sampling = tuple(SamplingParams(max_tokens=8 + 4 * i, seed=i, ignore_eos=True) for i in range(3))
+        message = m.Reserve(
+            attempt=attempt(),
+            term=Term(1),
+            ingress_id=INGRESS,
+            grant=signed_grant("req-a"),
+            token_ids=pack_tokens(PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            sampling=sampling,
+            prefill_worker=c.prefill_id,
+        )
+        records: list[m.StreamRecord] = []
+        await c.driver.bus.subscribe(
+            subjects.stream(INGRESS), m.StreamFrame, lambda d: records.extend(d.message.records)
+        )
+        c.driver.ack_finals = False
+        c.driver.held.add(attempt().request_id)
+        answer = await c.driver.bus.request(
+            subjects.decode(c.decode_id, "reserve"), message, m.Reserved | m.Refusal, timeout_s=5
+        )
+        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, answer)
+        await until(lambda: {r.choice for r in records if r.finish} == {0, 1, 2})
+        for i in range(3):
+            first = {r.first_seq: r.token_ids for r in records if r.choice == i and r.token_ids}
+            tokens = [t for _, ids in sorted(first.items()) for t in unpack_tokens(ids)]
+            assert tokens == expected(PROMPT, 8 + 4 * i, seed=i)
+        assert len(c.decode.book.table) == 0
+        await c.driver.bus.request(
+            subjects.decode(c.decode_id, "ack"), m.FinalAck(attempts=(attempt(),)), m.FinalAcked, timeout_s=5
+        )
+        await c.driver.idle([c.decode_id, c.prefill_id])
+        await c.check()
+
+
+async def test_rows_that_are_not_finite_end_with_an_error(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        core = c.decode.shell.core
+        run = core.engine._runner.run
+        steps = itertools.count()
+
+        def spoil(plan: StepPlan) -> StepOutput:
+            output = run(plan)
+            return replace(output, bad_rows=frozenset({0})) if next(steps) == 5 else output
+
+        core.engine._runner.run = spoil  # type: ignore[method-assign]
+        await c.driver.reserve(c.decode_id, PROMPT)
+        final = await c.driver.final()
+        assert final.finish == "error"
+        assert final.error is not None
+        assert final.error.code == "Internal/engine_error"
+        assert final.totals is not None
+        await c.driver.idle([c.decode_id])
+        await c.check()
+
+
+async def test_a_failed_prefill_is_computed_here(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+
+        def fail(plan: StepPlan) -> StepOutput:
+            raise RuntimeError("no")
+
+        c.prefill.shell.core.engine._runner.run = fail  # type: ignore[method-assign]
+        assert await c.handed_off(PROMPT) == expected(PROMPT, 12)
+        await c.driver.idle([c.decode_id, c.prefill_id])
+        await c.check()
+
+
+@pytest.mark.parametrize("service", ["decode", "prefill"])
+def test_fake_workers_need_no_torch(service: str) -> None:
+    code = (
+        f"import sys, services.{service}.__main__, shared.engine.worker_fake\n"
+        "sys.exit([m for m in ('torch', 'transformers') if m in sys.modules] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+async def test_blocks_that_may_not_be_kept_are_not_tagged(tmp_path: Path) -> None:
+    tags = (m.GroupTags(0, tuple(BlockTag(bytes([i]) * 16) for i in range(7))),)
+    async with cell(options(tmp_path)) as c:
+        await c.driver.reserve(c.decode_id, PROMPT, tags=tags, grant=signed_grant("req-a", retention_s=0))
+        await c.driver.final()
+        await asyncio.sleep(0.1)
+        again = await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-b"), tags=tags)
+        assert isinstance(again, m.Reserved)
+        assert again.num_cached_tokens == 0
+        await c.driver.final("req-b")
