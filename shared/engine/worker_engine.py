@@ -29,8 +29,10 @@ from shared.kv.layout import PoolLayout
 log = logging.getLogger("baton.worker")
 
 WARM_TIMEOUT_S = 120.0
-CALIBRATION = ((1, 1), (32, 1), (1, 4), (128, 1), (256, 2))
+CALIBRATION = ((1, 1), (32, 1), (1, 4), (128, 1), (128, 3))
 """(tokens, sequences) of the timed steps; what exceeds the budget or the pool is left out."""
+CALIBRATION_S = 1.5
+"""No further step is timed after this long; running steps refine the model anyway."""
 REFINE_EVERY = 8
 """Steps between refinements of the step-time model: it costs about as much as a small step's bookkeeping."""
 
@@ -147,6 +149,8 @@ class WorkerEngine:
         slots = self.facts.layout.num_blocks[0] * self.facts.layout.groups[0].block_size
         most = min(self.options.token_budget, slots)
         for number, (num_tokens, num_seqs) in enumerate(shapes):
+            if sum(o.duration_s for o in self._observed[1:]) > CALIBRATION_S:
+                break
             if num_tokens * num_seqs <= most and num_seqs <= self.options.max_num_seqs:
                 each = min(num_tokens, self.facts.max_positions)
                 sampling = SamplingParams(max_tokens=1)
