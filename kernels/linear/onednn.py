@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _PACK_ROWS = 16
-_MAX_SUM = 768
+_MAX_SUM = 384
 _DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -6,7 +6,8 @@ Layout, fixed for good:
 - counter: (token id // 4, position low word, position high word, `STREAM_SAMPLE`);
 - the token's word is word `token id % 4` of the four that Philox gives.
 
-`position` is the absolute position of the token being drawn: n for the first token after a prompt of n. Words become uniforms `(word + 0.5) / 2^32`, open at both ends, and Gumbel noise `-log(-log(u))`, both in
+`position` is the absolute position of the token being drawn: n for the first token after a prompt of n.
+Words become uniforms `(word + 0.5) / 2^32`, open at both ends, and Gumbel noise `-log(-log(u))`, both in
 float64; the noise is then rounded to float32.
 """
 

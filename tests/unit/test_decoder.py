@@ -1,6 +1,6 @@
 """The decoder against transformers, in float64 and float32, on a tiny model and on the default one.
 
-transformers' Llama norm casts to float32 even in a float64 model, so the float64 reference runs with that one cast left out.
+transformers' Llama norm casts to float32 even in a float64 model; the float64 reference leaves that one cast out.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ LENGTHS = [1, 15, 16, 17, 200]
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "untied": {"tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 32},
-    "multi-head": {"num_key_value_heads": 4, "num_hidden_layers": 2, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+    "multi-head": {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    },
     "bfloat16 file": {"dtype": torch.bfloat16, "num_hidden_layers": 2},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -168,18 +172,19 @@ def test_greedy_tokens_equal_transformers(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)
 def test_default_model_float64(default_model_dir: Path, tmp_path: Path) -> None:
-    torch.set_num_threads(2)
     check_float64(default_model_dir, [*LENGTHS, 1000], tmp_path)
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)
 def test_default_model_float32(default_model_dir: Path, tmp_path: Path) -> None:
-    torch.set_num_threads(2)
     check_float32(default_model_dir, [*LENGTHS, 1000], tmp_path)
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)
 def test_default_model_greedy(default_model_dir: Path, tmp_path: Path) -> None:
     prompts = [random_tokens(n, 49152, seed=n) for n in (5, 40)]
     check_greedy(default_model_dir, prompts, 32, tmp_path)

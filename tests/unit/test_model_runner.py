@@ -186,8 +186,10 @@ def test_bad_rows_are_flagged_alone_and_yield_no_token(float32_model: Decoder, t
         good = engine.run(sequence("good", PROMPT[:40], [5, 6])).sampled[0]
         # block 7 was never written, so it holds NaN
         output = engine.run(
-            sequence("bad", [4], [7, 8], start=32), sequence("fine", PROMPT[:40], [10, 11]), sequence("idle", [3], [12], num_logits=0)
-        )  # fmt: skip
+            sequence("bad", [4], [7, 8], start=32),
+            sequence("fine", PROMPT[:40], [10, 11]),
+            sequence("idle", [3], [12], num_logits=0),
+        )
         assert output.bad_rows == {0}
         assert output.sampled == ((), good, ())
         after = engine.run(sequence("bad", [IN_FLIGHT], [7, 8], start=33), sequence("fine", [3], [10, 11], start=39))
