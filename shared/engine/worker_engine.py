@@ -31,7 +31,7 @@ log = logging.getLogger("baton.worker")
 WARM_TIMEOUT_S = 120.0
 CALIBRATION = ((1, 1), (32, 1), (1, 4), (128, 1), (128, 3))
 """(tokens, sequences) of the timed steps; what exceeds the budget or the pool is left out."""
-CALIBRATION_S = 1.5
+CALIBRATION_S = 1.0
 """No further step is timed after this long; running steps refine the model anyway."""
 REFINE_EVERY = 8
 """Steps between refinements of the step-time model: it costs about as much as a small step's bookkeeping."""
