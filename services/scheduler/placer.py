@@ -31,6 +31,7 @@ class TableLimits:
     """Bounds, in seconds unless named otherwise."""
 
     queue_bound: int = 1024  # requests
+    slo_ttft_s: float = 60.0  # predicted time to first token above which a request is refused
     max_placing: int = 16  # requests with a hop under way
     gather_s: float = 1.5  # a beat interval and its delay
     hop_s: float = 2.0  # reserve and prefill.run

@@ -291,11 +291,10 @@ class RequestTable:
         if len(self._book.queue) >= self._limits.queue_bound:
             retry_s = forecast.retry_after_s(wait_s, 0.0, self._rng.random())
             return Overloaded("the queue is full", retry_after_s=retry_s)
-        if wait_s > left_s:
-            retry_s = forecast.retry_after_s(wait_s, left_s, self._rng.random())
-            return Overloaded(
-                f"predicted wait {wait_s:.1f} s exceeds the budget of {left_s:.1f} s", retry_after_s=retry_s
-            )
+        bearable_s = min(left_s, self._limits.slo_ttft_s)
+        if wait_s > bearable_s:
+            retry_s = forecast.retry_after_s(wait_s, bearable_s, self._rng.random())
+            return Overloaded(f"predicted wait {wait_s:.1f} s exceeds {bearable_s:.1f} s", retry_after_s=retry_s)
         return None
 
 

@@ -21,7 +21,7 @@ from services.scheduler.leader import Change, Leadership
 from services.scheduler.place_spans import PlaceSpans, tracer
 from services.scheduler.record import State
 from services.scheduler.request_table import RequestTable
-from services.scheduler.settings import SchedulerSettings
+from services.scheduler.settings import SchedulerConfig
 from services.scheduler.worker_registry import RefusedWorker, WorkerRegistry
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import messages as m
@@ -43,14 +43,14 @@ FINAL_STATUSES = (400, 401, 403, 404, 413)
 class SchedulerService:
     """One scheduler process of one model pool. `start`, then `stop`."""
 
-    def __init__(self, bus: Bus, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bus: Bus, settings: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.match_timeouts = 0
         self._bus = bus
         self._settings = settings
         self._clock = clock
         self._workers = WorkerRegistry(settings.pool, settings.worker_lease_s)
         self._ingresses = IngressRegistry(settings.ingress_lease_s)
-        self._leadership = Leadership(settings.leader_ttl_s)
+        self._leadership = Leadership(settings.leader_ttl_s, margin_s=min(1.0, settings.leader_ttl_s / 4))
         self._table: RequestTable | None = None
         self._spans = PlaceSpans()
         self._refused: dict[WorkerId, RefusedWorker] = {}

@@ -1,4 +1,4 @@
-"""What a scheduler is told at start."""
+"""What a scheduler is told at start, in one frozen object."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from services.scheduler.placement import HandoffCost
 from services.scheduler.placer import TableLimits
+from shared.settings.sections import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerSettings:
+class SchedulerConfig:
     """Seconds unless named otherwise."""
 
     pool: str = "default"
@@ -21,3 +22,23 @@ class SchedulerSettings:
     ingress_lease_s: float = 10.0
     limits: TableLimits = field(default_factory=TableLimits)
     cost: HandoffCost = field(default_factory=HandoffCost)
+
+
+def scheduler_config(settings: Settings, scheduler_id: str) -> SchedulerConfig:
+    """The scheduler's part of the settings."""
+    section = settings.scheduler
+    return SchedulerConfig(
+        pool=settings.model.pool,
+        scheduler_id=scheduler_id,
+        leader_ttl_s=section.lease_s,
+        beat_s=section.beat_s,
+        worker_lease_s=section.worker_timeout_s,
+        ingress_lease_s=section.worker_timeout_s,
+        limits=TableLimits(
+            queue_bound=section.max_queued,
+            slo_ttft_s=section.slo_ttft_s,
+            # workers beat at the same interval; half of one more for what is on its way
+            gather_s=1.5 * section.beat_s,
+            lease_s=section.worker_timeout_s,
+        ),
+    )

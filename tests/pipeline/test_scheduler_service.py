@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.scheduler import place_spans, service
 from services.scheduler.placer import TableLimits
 from services.scheduler.service import SchedulerService
-from services.scheduler.settings import SchedulerSettings
+from services.scheduler.settings import SchedulerConfig
 from shared.bus.bus import Delivery
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.contracts import messages as m
@@ -123,9 +123,9 @@ class World:
         return reply
 
 
-def settings(name: str = "scheduler-1", **limits: Any) -> SchedulerSettings:
+def settings(name: str = "scheduler-1", **limits: Any) -> SchedulerConfig:
     table = TableLimits(**({"gather_s": 0.15, "event_resend_s": 0.1} | limits))
-    return SchedulerSettings(
+    return SchedulerConfig(
         scheduler_id=name, leader_ttl_s=1.5, tick_s=0.02, beat_s=0.1, worker_lease_s=0.5, limits=table
     )
 
@@ -157,7 +157,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 async def test_local_and_handed_off_end_to_end_on_one_trace(spans: InMemorySpanExporter) -> None:
     async with running() as (world, scheduler):
-        with service.tracer.start_as_current_span("client"):
+        with place_spans.tracer.start_as_current_span("client"):
             answer = await world.submit(submit("short", 60))
             await world.submit(submit("long", 600))
         assert isinstance(answer, m.Queued)

@@ -186,6 +186,7 @@ class DecodeNode(Node):
 
     def commit(self, message: m.HandoffCommit) -> None:
         sequence = self.live.get(message.attempt.request_id)
+        self.world.late_commits += sequence is None or not sequence.waiting
         if sequence is None or sequence.sink is None:
             release = m.HandoffRelease(attempt=message.attempt, worker=self.worker, reason="not_held")
             self.world.to_prefill(message.source, lambda node: node.release(release))

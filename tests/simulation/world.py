@@ -51,6 +51,7 @@ class World:
         self.paths: Counter[str] = Counter()
         self.handoffs: Counter[str] = Counter()
         self.bad_digests = 0
+        self.late_commits = 0  # named by a prefill worker when nobody wanted them any more
         self.index = Node("index")
         self.decodes: dict[WorkerId, DecodeNode] = {}
         self.prefills: dict[WorkerId, PrefillNode] = {}
