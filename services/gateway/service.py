@@ -54,6 +54,10 @@ from shared.telemetry.trace_buffer import TraceBuffer
 log = logging.getLogger("baton.gateway")
 
 WORKER_REPLY_S = 1.0
+QUIET_S = 1.5
+"""A worker with running requests speaks once a second; one silent for longer is asked whether it is there."""
+NOBODY_LISTENS = "nobody listens"
+"""How the bus ends the message of a request that no subscription takes."""
 PROBE_KEY_HASH = bytes(32)
 """No key has this hash; asking about it only shows that policy answers."""
 
@@ -86,6 +90,7 @@ class GatewayService:
         self._identities = IdentityCache()
         self._term = Term(0)
         self._beats = 0
+        self._asked: set[WorkerId] = set()
         self._settled = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -264,7 +269,12 @@ class GatewayService:
         now = self._clock()
         self.liveness.forget_old(now)
         for session in list(self.sessions.values()):
-            session.tick(now, self.liveness.worker_seen(session.stream.worker))
+            worker = session.stream.worker
+            seen = self.liveness.worker_seen(worker)
+            session.tick(now, seen)
+            if worker and seen is not None and now - seen > QUIET_S and worker not in self._asked:
+                self._asked.add(worker)
+                self._run(self._ask_quiet(worker))
 
     async def _beat(self) -> None:
         self._beats += 1
@@ -290,6 +300,23 @@ class GatewayService:
     def _forget(self, session: Session) -> None:
         self.sessions.pop(session.request_id, None)
         self._settled.set()
+
+    async def _ask_quiet(self, worker: WorkerId) -> None:
+        """A dead process has no subscription, which the bus tells at once: no need to wait for the lease to end.
+
+        An answer proves nothing, as the engine is another thread; then silence is judged by time.
+        """
+        try:
+            await self._bus.request(
+                subjects.decode(worker, "ack"), FinalAck(attempts=()), FinalAcked, timeout_s=WORKER_REPLY_S
+            )
+        except Unavailable as exc:
+            if exc.message.endswith(NOBODY_LISTENS):
+                log.warning("worker %s is gone", worker)
+                for session in list(self.sessions.values()):
+                    session.apply(session.stream.on_worker_lost(worker, self._clock()))
+        finally:
+            self._asked.discard(worker)
 
     async def _acknowledge(self, worker: WorkerId, attempt: Attempt) -> None:
         message = FinalAck(attempts=(attempt,))

@@ -101,6 +101,7 @@ class Backend:
     events: int = 0
     mute: bool = False
     """The worker is dead: it sends and answers nothing."""
+    hops: list[Any] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @asynccontextmanager
@@ -122,10 +123,12 @@ class Backend:
     async def serve_worker(self, worker: WorkerId) -> None:
         self.worker = worker
         bus = self.bus
-        await bus.serve(subjects.decode(worker, "cancel"), m.Cancel, self._cancel)
-        await bus.serve(subjects.decode(worker, "finish"), m.Finish, self._finish)
-        await bus.serve(subjects.decode(worker, "replay"), m.StreamReplay, self._replay)
-        await bus.serve(subjects.decode(worker, "ack"), m.FinalAck, self._ack)
+        self.hops = [
+            await bus.serve(subjects.decode(worker, "cancel"), m.Cancel, self._cancel),
+            await bus.serve(subjects.decode(worker, "finish"), m.Finish, self._finish),
+            await bus.serve(subjects.decode(worker, "replay"), m.StreamReplay, self._replay),
+            await bus.serve(subjects.decode(worker, "ack"), m.FinalAck, self._ack),
+        ]
 
     # ---------------------------------------------------------------------------------------- policy
 
@@ -189,8 +192,11 @@ class Backend:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
 
-    async def lose_worker(self) -> None:
+    async def lose_worker(self, *, told: bool = True) -> None:
+        """The worker dies and another takes its place; `told`: the scheduler says so."""
         self.mute = True
+        for hop in self.hops:
+            await hop.stop()
         self.events += 1
         event = m.WorkerLost(number=self.events, worker=self.worker, incarnation=Incarnation(1), reason="exit")
         lost, self.worker = self.worker, WorkerId("decode-2")
@@ -199,7 +205,8 @@ class Backend:
         await self.serve_worker(self.worker)
         await asyncio.sleep(0.02)  # the dead worker's generators see `mute`
         self.mute = False
-        await self._tell(event)
+        if told:
+            await self._tell(event)
 
     async def _tell(self, event: Any) -> None:
         await self.bus.request(subjects.gateway_event(GATEWAY), event, m.EventsSeen, timeout_s=5)

@@ -79,12 +79,13 @@ async def test_lost_frames_are_replayed() -> None:
         assert response.json()["choices"][0]["text"] == TEXT
 
 
-async def test_a_lost_worker_is_not_noticed_by_the_client() -> None:
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_lost_worker_is_not_noticed_by_the_client(told: bool) -> None:
     backend = Backend(MemoryBroker(), step_s=0.01)
     async with gateway_stack(backend) as stack:
         answer = asyncio.create_task(post(stack, "completions", completion()))
         await backend.sent(10)
-        await backend.lose_worker()
+        await backend.lose_worker(told=told)
         response = await answer
         assert response.json()["choices"][0]["text"] == TEXT
         assert [submit.attempt.epoch for submit in backend.submits] == [1, 2]
