@@ -168,7 +168,15 @@ class NatsBus:
         with contextlib.suppress(TimeoutError, nats.errors.Error, OSError):
             if self._client.is_connected:
                 await flush(self._client)
-        await self._client.close()
+        # nats-py writes once more while it closes, which a connection just lost does not bear.
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await self._client.close()
+
+    def resume(self) -> None:
+        """After a reconnect: pull anew, since the pulls under way were lost with the connection."""
+        for subscription in self._subscriptions:
+            if isinstance(subscription, DurableConsumer):
+                subscription.pull_again()
 
     def _require_connection(self, hop: str) -> None:
         # nats-py would queue while it reconnects; a caller with a budget is better served by a prompt no.
@@ -266,6 +274,7 @@ async def connect_bus(
     stats = BusStats()
     refused: set[str] = set()
     forbidden, leaving = asyncio.Event(), asyncio.Event()
+    bus = NatsBus(client, service, stats, refused)
 
     async def on_error(exc: Exception) -> None:
         if isinstance(exc, nats.errors.SlowConsumerError):
@@ -283,6 +292,7 @@ async def connect_bus(
 
     async def on_reconnect() -> None:
         log.info("NATS connection is back")
+        bus.resume()
 
     async def on_closed() -> None:
         if lost is not None and not leaving.is_set():
@@ -304,7 +314,6 @@ async def connect_bus(
         )
     )
     await _first_connection(client, connecting, forbidden, nats_url, service)
-    bus = NatsBus(client, service, stats, refused)
     try:
         yield bus
     finally:

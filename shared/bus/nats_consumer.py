@@ -93,6 +93,10 @@ class DurableConsumer:
             if (msg := self._waiting.get_nowait()) is not None and _status(msg) is None:
                 await self._settle(msg.nak())
 
+    def pull_again(self) -> None:
+        """Give up the pull under way and send another."""
+        self._waiting.put_nowait(None)
+
     async def _make(self) -> None:
         stream = StreamConfig(
             name=self._spec.name,

@@ -1,0 +1,89 @@
+"""What the bus does while NATS is away, and that everything goes on when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from shared.bus.bus import Delivery
+from shared.bus.nats_bus import connect_bus
+from shared.contracts.errors import Unavailable
+from shared.contracts.message import Message
+from tests.servers import NatsServer
+
+
+class Note(Message, frozen=True, kw_only=True):
+    text: str = ""
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("store", ["kept", "lost"])
+async def test_everything_goes_on_after_a_restart_of_nats(own_nats_server: NatsServer, store: str) -> None:
+    async with connect_bus(own_nats_server.url, "a") as one, connect_bus(own_nats_server.url, "b") as two:
+        heard: list[str] = []
+        stored: list[str] = []
+
+        async def echo(delivery: Delivery) -> msgspec.Struct:
+            return Note(text=delivery.message.text)
+
+        async def keep(delivery: Delivery) -> None:
+            stored.append(delivery.message.text)
+
+        await one.serve("ask", Note, echo)
+        await one.subscribe("tell", Note, lambda delivery: heard.append(delivery.message.text))
+        await one.consume("kept", "kept", Note, keep, durable="one")
+        await two.publish_durable("kept", Note(text="before"), message_id="1")
+        await until(lambda: stored == ["before"])
+
+        own_nats_server.kill()
+        await until(lambda: not two.connected and not one.connected)
+        with pytest.raises(Unavailable, match="tell"):
+            await two.publish("tell", Note())
+        with pytest.raises(Unavailable, match="ask"):
+            await two.request("ask", Note(), Note, timeout_s=1)
+        with pytest.raises(Unavailable, match="lease"):
+            await two.acquire_lease("x", "me", 1)
+
+        if store == "lost":
+            shutil.rmtree(own_nats_server.folder / "store")
+        await asyncio.to_thread(own_nats_server.start)
+        await until(lambda: two.connected and one.connected)
+        assert await two.request("ask", Note(text="again"), Note, timeout_s=2) == Note(text="again")
+        await two.publish("tell", Note(text="hello"))
+        await until(lambda: heard == ["hello"])
+        async with asyncio.timeout(15):
+            while "after" not in stored:
+                try:
+                    await two.publish_durable("kept", Note(text="after"), message_id="2")
+                except Unavailable:
+                    assert store == "lost"  # until the consumer has made the stream anew
+                await asyncio.sleep(0.1)
+        assert stored.count("before") == 1
+
+
+async def test_no_server_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.bus.nats_bus.CONNECT_TIMEOUT_S", 0.3)
+    with pytest.raises(Unavailable, match=r"no connection to NATS at nats://127\.0\.0\.1:1"):
+        async with connect_bus("nats://user:secret@127.0.0.1:1", "a"):
+            pass
+
+
+async def test_leaving_while_nats_is_away_ends(own_nats_server: NatsServer) -> None:
+    async def never(delivery: Delivery) -> None:
+        raise AssertionError
+
+    async with asyncio.timeout(20):
+        async with connect_bus(own_nats_server.url, "a") as bus:
+            await bus.subscribe("x", Note, lambda delivery: None)
+            await bus.consume("kept", "kept", Note, never, durable="one")
+            own_nats_server.kill()
+            await until(lambda: not bus.connected)
