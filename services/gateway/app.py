@@ -86,7 +86,7 @@ class Door:
     async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Session:
         service = self._service
         if service.draining:
-            raise Unavailable("the gateway is shutting down", retry_after_s=1.0)
+            raise Unavailable("the gateway is shutting down", retry_after_s=1.0, code="shutting_down")
         hashed = key_hash(request.headers)
         identity = await service.authenticate(hashed)
         span.set_attribute(a.TENANT, identity.tenant)

@@ -30,8 +30,8 @@ def error_body(error: BatonError) -> dict[str, Any]:
     message = error.message
     if isinstance(error, ProtocolError):
         message = "an internal message was broken"
-    if isinstance(error, Unavailable):
-        # its words and param name hops of ours
+    if isinstance(error, Unavailable) and error.code == Unavailable.default_code:
+        # the bus's words and param name hops of ours
         return _body("the service is not available now; try again", error.status, "", error.code)
     return _body(message, error.status, error.param, error.code)
 
