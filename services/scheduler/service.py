@@ -108,10 +108,11 @@ class SchedulerService:
     async def _renew(self) -> None:
         asked_s = self._clock()
         try:
-            term = await asyncio.wait_for(
-                self._bus.acquire_lease(self._lease_name, self._settings.scheduler_id, self._settings.leader_ttl_s),
-                LEASE_CALL_S,
-            )
+            # not wait_for: in Python 3.11 it may swallow the cancellation that stops this loop
+            async with asyncio.timeout(LEASE_CALL_S):
+                term = await self._bus.acquire_lease(
+                    self._lease_name, self._settings.scheduler_id, self._settings.leader_ttl_s
+                )
         except (BatonError, TimeoutError) as exc:
             log.warning("lease %s: %s", self._lease_name, exc)
             return
@@ -153,7 +154,8 @@ class SchedulerService:
 
     async def _release(self) -> None:
         try:
-            await asyncio.wait_for(self._bus.release_lease(self._lease_name, self._settings.scheduler_id), REPLY_S)
+            async with asyncio.timeout(REPLY_S):
+                await self._bus.release_lease(self._lease_name, self._settings.scheduler_id)
         except (BatonError, TimeoutError) as exc:
             log.warning("lease not released, it runs out by itself: %s", exc)
 

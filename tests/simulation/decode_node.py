@@ -16,7 +16,7 @@ from shared.kv.block_pool import GroupPool
 from shared.kv.digest import span_digest
 from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, Sink, SinkEffect, TurnLocal
 from shared.text.stream_choice import checksum
-from tests.simulation.network import FenceWatch, Node, Violation
+from tests.simulation.network import Action, FenceWatch, Node, Violation
 from tests.simulation.toy_model import BLOCK, SLOT_BYTES, Memory, next_token
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class DecodeNode(Node):
                 self.table.kv_settled(sequence.attempt)
                 self._wake()
 
-    def _puller(self, sequence: Sequence, pull: Pull):  # type: ignore[no-untyped-def]
+    def _puller(self, sequence: Sequence, pull: Pull) -> Action:
         def run() -> None:
             source = self.world.memories.get(pull.pool)
             assert sequence.sink is not None
@@ -255,8 +255,7 @@ class DecodeNode(Node):
         """Blocks go once no pull writes them."""
         del self.live[sequence.attempt.request_id]
         self.closing.append(sequence)
-        effects = sequence.sink.close() if sequence.sink is not None else [Closed(sequence.attempt)]
-        self._run(sequence, effects)
+        self._run(sequence, [Closed(sequence.attempt)] if sequence.sink is None else sequence.sink.close())
 
     def _sink(self, sequence: Sequence, source: WorkerId) -> Sink:
         last = len(sequence.tokens) - 1

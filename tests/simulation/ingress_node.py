@@ -110,13 +110,12 @@ class IngressNode(Node):
         if isinstance(event, m.WorkerLost):
             for client in list(self.clients.values()):
                 self._do(client, client.stream.on_worker_lost(event.worker, now))
-        else:
-            client = self.clients.get(event.attempt.request_id)
-            if client is not None and isinstance(event, m.Placed):
+        elif (own := self.clients.get(event.attempt.request_id)) is not None:
+            if isinstance(event, m.Placed):
                 self.world.paths[event.path] += 1
-                self._do(client, client.stream.on_placed(event, now))
-            elif client is not None and isinstance(event, m.PlacementRefused):
-                self._do(client, client.stream.on_placement_refused(event.attempt, event.error, now))
+                self._do(own, own.stream.on_placed(event, now))
+            else:
+                self._do(own, own.stream.on_placement_refused(event.attempt, event.error, now))
         return m.EventsSeen(number=event.number)
 
     def scheduler_beat(self, beat: m.SchedulerBeat) -> None:

@@ -183,4 +183,8 @@ class SchedulerNode(Node):
             nodes = self.world.decodes if effect.role == "decode" else self.world.prefills
             node = nodes.get(effect.worker)
             if node is not None:
-                net.send(node, lambda: node.cancel(message.attempt))
+                net.send(node, lambda: _ignored(node.cancel(message.attempt)))
+
+
+def _ignored(_: object) -> None:
+    """Nobody waits for the answer to a scheduler's cancel."""

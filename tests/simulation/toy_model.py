@@ -64,7 +64,7 @@ def make_jobs(rng: random.Random, count: int, over_s: float, budget_s: float) ->
     jobs = []
     for i in range(count):
         length = rng.choice((1, 2, rng.randint(3, 20), rng.randint(20, 160), rng.randint(100, 260)))
-        if i % 40 == 39:
+        if i % 24 == 23:
             length = TOO_LONG
         prompt = tuple(rng.randrange(VOCAB) for _ in range(length))
         max_tokens = rng.randint(1, 32)

@@ -1,8 +1,8 @@
 """The whole of Baton's protocol in one deterministic process: real cores, toy engine, faults from a seed.
 
 Invariants: after every event of a worker, blocks are conserved there; on every commit, the committed sequence is
-contiguous, is the truth, and comes from no fenced attempt; at the end, every request ended once and was charged once for
-what was committed, within bounded time after the faults stopped, and every block is free.
+contiguous, is the truth, and comes from no fenced attempt; at the end, every request ended once and was charged once
+for what was committed, within bounded time after the faults stopped, and every block is free.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class World:
             raise Violation(f"{len(left)} requests did not end: {left[:3]}")
         if not self.net.run(self._idle, max(self.net.now, calm_s) + IDLE_S):
             raise Violation(f"not idle at the end: {self._held()}")
-        if self.faults == NO_FAULTS and (self.bad_digests or {*self.handoffs} - {"done"}):
+        if self.faults is NO_FAULTS and (self.bad_digests or {*self.handoffs} - {"done"}):
             raise Violation(f"hand-offs failed without a fault: {dict(self.handoffs)}")
         for client in self.clients:
             if client.node.alive:
@@ -181,7 +181,8 @@ class World:
 
     def _held(self) -> dict[str, object]:
         held: dict[str, object] = {}
-        for node in (*self.decodes.values(), *self.prefills.values()):
+        workers: list[DecodeNode | PrefillNode] = [*self.decodes.values(), *self.prefills.values()]
+        for node in workers:
             if node.alive and (len(node.table) or node.pool.counts.free != node.pool.num_blocks):
                 held[node.name] = (len(node.table), node.pool.counts)
         for decode in self.decodes.values():
