@@ -1,0 +1,179 @@
+"""`./baton up` with fake workers: ready after a token, killed children come back, and nothing is left over."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from services.cli.state import StateFolder
+from shared.settings.load import ROOT
+
+COMMAND = (sys.executable, "-m", "services.cli")
+
+
+class Stack:
+    """Runs the command line on a state folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "NATS_"))}
+        self.env |= {"BATON_STATE": str(folder), "PYTHONPATH": str(ROOT)}
+
+    def run(self, *argv: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+        command = [*COMMAND, *argv]
+        return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout_s)
+
+    def processes(self) -> dict[int, str]:
+        """Living processes of this stack, found by their environment, and their command lines."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                environment = (folder / "environ").read_bytes()
+                if f"BATON_STATE={self.folder}".encode() in environment or str(self.folder) in line:
+                    found[int(folder.name)] = line
+        found.pop(os.getpid(), None)
+        return found
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    found = Stack(tmp_path / "state")
+    yield found
+    found.run("down")
+    for pid in found.processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def up_arguments(*more: str) -> tuple[str, ...]:
+    return ("up", "--fake", "--port", "0", *more)
+
+
+def chat(url: str, key: str) -> tuple[int, dict[str, object]]:
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
+    model = "smollm2-135m-instruct"
+    body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {key}"})
+    answer = connection.getresponse()
+    found: dict[str, object] = json.loads(answer.read())
+    connection.close()
+    return answer.status, found
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def nothing_left(stack: Stack) -> None:
+    until(lambda: not stack.processes(), 10)
+    state = StateFolder(stack.folder)
+    assert not state.pool_folder().exists()
+    assert not list(state.run.iterdir())
+    assert not state.record.exists()
+    assert state.holder() is None
+
+
+@pytest.mark.model
+def test_up_serve_kill_down(stack: Stack, default_model_dir: Path) -> None:
+    started = stack.run(*up_arguments("--detach", "--json"))
+    assert started.returncode == 0, started.stderr
+    lines = started.stdout.splitlines()
+    assert len(lines) == 1
+    record = json.loads(lines[0])
+    assert sorted(record) == ["admin_key", "api_key", "pid", "url"]
+    assert chat(record["url"], record["api_key"])[0] == 200
+
+    # No secret stands on a command line, where every user of the machine could read it.
+    secrets = [path.read_bytes() for path in (stack.folder / "secrets").iterdir() if path.suffix != ".conf"]
+    lines_shown = " ".join(stack.processes().values())
+    assert not [secret for secret in secrets if secret.decode(errors="replace").strip() in lines_shown]
+
+    second = stack.run(*up_arguments())
+    assert second.returncode == 1
+    assert "already runs" in second.stderr
+
+    # A killed worker and a killed gateway come back, the gateway on its port.
+    log = stack.folder / "logs" / "up.log"
+    for service, name in (("decode", "decode-1"), ("gateway", "gateway")):
+        victim = next(pid for pid, line in stack.processes().items() if line.strip().endswith(f"services.{service}"))
+        os.kill(victim, signal.SIGKILL)
+        until(partial(told, log, f"{name} is back"))
+    until(lambda: answers(record))
+
+    down = stack.run("down")
+    assert down.returncode == 0, down.stderr
+    nothing_left(stack)
+    assert stack.run("down").returncode == 0
+
+
+def told(log: Path, words: str) -> bool:
+    return words in log.read_text()
+
+
+def answers(record: dict[str, str]) -> bool:
+    with suppress(OSError):
+        return chat(record["url"], record["api_key"])[0] == 200
+    return False
+
+
+@pytest.mark.model
+def test_ctrl_c_and_a_killed_supervisor_leave_nothing(stack: Stack, default_model_dir: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGKILL):
+        command = [*COMMAND, *up_arguments("--json")]
+        process = subprocess.Popen(command, cwd=ROOT, env=stack.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["pid"] == process.pid
+        process.send_signal(number)
+        code = process.wait(60)
+        assert code == (0 if number == signal.SIGINT else -signal.SIGKILL)
+        process.stdout.close()
+        process.stderr.close()
+        if number == signal.SIGKILL:
+            until(lambda: not stack.processes(), 40)
+            stack.run("down")
+        nothing_left(stack)
+
+
+@pytest.mark.model
+def test_a_failing_start_is_a_plain_error_and_takes_everything_down(stack: Stack, default_model_dir: Path) -> None:
+    failed = stack.run(*up_arguments("--set", "engine.token_budget=1"))
+    assert failed.returncode == 1
+    assert "baton: decode-1 ended with exit code 2" in failed.stderr
+    assert "engine.token_budget is 1" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    nothing_left(stack)
+
+
+def test_wrong_settings_are_told_before_anything_starts(stack: Stack, tmp_path: Path) -> None:
+    config = tmp_path / "baton.toml"
+    config.write_text("schema = 1\n[gateway]\nprot = 1\n")
+    wrong = stack.run("up", "--config", str(config))
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith(f"baton: {config}:3: unknown field 'prot'")
+    missing = stack.run(*up_arguments("--model", "/no/such/folder"))
+    assert missing.returncode == 2
+    assert "model folder /no/such/folder does not exist" in missing.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = stack.run("up", "--port", str(taken.getsockname()[1]))
+    assert busy.returncode == 2
+    assert "choose another with --port" in busy.stderr
+    assert "no stack is running" in stack.run("status").stderr
