@@ -109,9 +109,9 @@ class Book:
             self.shell.tagger.chains.close(choice.seq_id)
         if held.ended and self.table.get(held.attempt) is not None:
             self.table.end(held.attempt)
+            reserving.end_span(held)
             if held.sink is not None:
                 self.handoff.apply(held, held.sink.close())
-            reserving.end_span(held)
 
     async def end(self, held: Held, reason: str) -> Totals:
         """Cancel what still runs and forget the request. Returns its account."""
@@ -122,9 +122,9 @@ class Book:
         for choice in held.running:
             choice.ended = reason
             self.shell.tagger.chains.close(choice.seq_id)
+        reserving.end_span(held)
         if held.sink is not None:
             self.handoff.apply(held, held.sink.close())
-        reserving.end_span(held)
 
         def cancel(batcher: Batcher) -> list[Totals | None]:
             return [batcher.cancel(choice.seq_id) for _, choice in running]

@@ -69,6 +69,9 @@ class Publisher:
         except BatonError as exc:
             self.lost += 1
             log.debug("lost a message on %s: %s", subject, exc)
+        except Exception:
+            self.lost += 1
+            log.exception("a message on %s could not be sent", subject)
         finally:
             if token is not None:
                 otel_context.detach(token)

@@ -17,7 +17,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from opentelemetry.trace import Tracer, get_tracer
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError
+from shared.contracts.errors import BatonError, Unavailable
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import AttemptProgress, Replay, SchedulerBeat, WorkerBeat
 from shared.engine.batcher import Batcher, Gauges
@@ -159,8 +160,8 @@ class WorkerShell:
         return await asyncio.wrap_future(self.core.engine.call(fn))
 
     def post(self, fn: Callable[[Batcher], object]) -> None:
-        """Like `call`, for what needs no answer."""
-        self.core.engine.call(fn)
+        """Like `call`, for what needs no answer. A fault is logged; nobody waits for it."""
+        self.core.engine.call(fn).add_done_callback(_log_fault)
 
     def changed(self) -> None:
         """Blocks or attempts changed: the scheduler wants to know before the next second."""
@@ -203,7 +204,8 @@ class WorkerShell:
     async def _beat_loop(self) -> None:
         refresh: asyncio.Task[None] | None = None
         while True:
-            self.publisher.send(subjects.worker_beat(self.worker), self.beat())
+            with _guarded("beat"):
+                self.publisher.send(subjects.worker_beat(self.worker), self.beat())
             await asyncio.sleep(BEAT_ON_CHANGE_S)
             # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
@@ -220,10 +222,8 @@ class WorkerShell:
         while True:
             await asyncio.sleep(TICK_S)
             now = self.clock()
-            try:
+            with _guarded("tick"):
                 self._role.tick(now)
-            except Exception:
-                log.exception("tick failed")
             for worker in [w for w, p in self.peers.items() if now - p.seen_at > PEER_FORGET_S]:
                 del self.peers[worker]
 
@@ -235,9 +235,10 @@ class WorkerShell:
                 peer = self.peers.get(worker)
                 if peer is None or peer.beat.boot_id != self._boot or not peer.beat.kv_pool:
                     continue
-                if not owner_lives(self.core.options.kv_dir, peer.beat.kv_pool):
-                    log.warning("worker %s is gone: its pool file has no owner", worker)
-                    self._role.peer_died(worker)
+                with _guarded("probe"):
+                    if not owner_lives(self.core.options.kv_dir, peer.beat.kv_pool):
+                        log.warning("worker %s is gone: its pool file has no owner", worker)
+                        self._role.peer_died(worker)
 
     def beat(self) -> WorkerBeat:
         """The next beat."""
@@ -271,3 +272,18 @@ class WorkerShell:
             draining=self.draining,
             fake=facts.fake,
         )
+
+
+@contextlib.contextmanager
+def _guarded(what: str) -> Iterator[None]:
+    """A fault in one turn of a loop must not end the loop: the worker would fall silent."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed", what)
+
+
+def _log_fault(future: Future[object]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None and not isinstance(error, Unavailable):
+        log.error("the batcher refused an order: %s", error, exc_info=error)

@@ -77,6 +77,9 @@ class Tagger:
                 await self._apply()
             except BatonError as exc:
                 log.debug("tags were not applied: %s", exc)
+            except Exception:
+                log.exception("tags were not applied")
+                self._snapshot = True  # what was drained and not told is told by a snapshot
             if self._asking is None or self._asking.done():
                 runs = self.chains.take_runs()
                 if runs:

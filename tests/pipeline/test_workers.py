@@ -21,6 +21,8 @@ from shared.engine.fake_runner import made_up_token
 from shared.engine.sequence import completion_checksum
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.security.grant_signature import GrantSigner
+from shared.telemetry import attributes as a
+from shared.telemetry.setup import Telemetry
 from tests.pipeline.worker_support import INGRESS, Cell, attempt, cell, options, signed_grant, until
 
 PROMPT = list(range(100, 130))
@@ -417,3 +419,21 @@ async def test_blocks_that_may_not_be_kept_are_not_tagged(tmp_path: Path) -> Non
         assert isinstance(again, m.Reserved)
         assert again.num_cached_tokens == 0
         await c.driver.final("req-b")
+
+
+async def test_spans_of_a_handed_off_request(tmp_path: Path) -> None:
+    telemetry = Telemetry("decode", None)
+    async with cell(options(tmp_path), tracer=telemetry.tracer) as c:
+        with telemetry.tracer.start_as_current_span("test.request"):
+            await c.handed_off(PROMPT)
+        await c.driver.idle([c.decode_id, c.prefill_id])
+    spans = {s.name: s for s in telemetry.queue.take()}
+    assert set(spans) == {"test.request", "decode.reserve", "decode.run", "prefill.run", "handoff.pull"}
+    assert {s.trace_id for s in spans.values()} == {spans["test.request"].trace_id}
+    assert {s.parent_id for n, s in spans.items() if n != "test.request"} == {spans["test.request"].span_id}
+    assert spans["decode.run"].attributes[a.PATH] == "handed_off"
+    assert spans["decode.run"].attributes[a.COMPLETION_TOKENS] == 12
+    assert spans["decode.run"].attributes[a.FINISH] == "length"
+    assert spans["prefill.run"].attributes[a.COMPUTED_TOKENS] == len(PROMPT) - 1
+    assert spans["handoff.pull"].attributes[a.BLOCKS] == 8
+    assert spans["handoff.pull"].attributes[a.BYTES] == 8 * 16

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from opentelemetry.trace import Tracer
 
 from services.decode.service import DecodeWorker
 from services.prefill.service import PrefillWorker
@@ -274,19 +275,21 @@ def options(folder: Path, **changes: object) -> WorkerOptions:
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
-def decode_worker(bus: Bus, core: WorkerEngine, worker: WorkerId) -> DecodeWorker:
+def decode_worker(bus: Bus, core: WorkerEngine, worker: WorkerId, tracer: Tracer | None = None) -> DecodeWorker:
     fences, facts = Fences(), core.facts
     transport = SharedMemoryTransport(core.options.kv_dir, facts.layout.groups, core.pool.span)
-    return DecodeWorker(WorkerShell(bus, core, worker, "default", fences), fences, transport, verify)
+    return DecodeWorker(WorkerShell(bus, core, worker, "default", fences, tracer), fences, transport, verify)
 
 
-def prefill_worker(bus: Bus, core: WorkerEngine, worker: WorkerId) -> PrefillWorker:
+def prefill_worker(bus: Bus, core: WorkerEngine, worker: WorkerId, tracer: Tracer | None = None) -> PrefillWorker:
     fences = Fences()
-    return PrefillWorker(WorkerShell(bus, core, worker, "default", fences), fences, verify)
+    return PrefillWorker(WorkerShell(bus, core, worker, "default", fences, tracer), fences, verify)
 
 
 @contextlib.asynccontextmanager
-async def cell(decode_options: WorkerOptions, prefill_options: WorkerOptions | None = None) -> AsyncIterator[Cell]:
+async def cell(
+    decode_options: WorkerOptions, prefill_options: WorkerOptions | None = None, tracer: Tracer | None = None
+) -> AsyncIterator[Cell]:
     """Both workers and a driver, running; stopped and checked for leavings afterwards."""
     broker = MemoryBroker()
     driver = Driver(MemoryBus(broker, "driver"))
@@ -297,8 +300,8 @@ async def cell(decode_options: WorkerOptions, prefill_options: WorkerOptions | N
     ]
     for core in cores:
         await asyncio.to_thread(core.start)
-    decode = decode_worker(MemoryBus(broker, "decode"), cores[0], ids[0])
-    prefill = prefill_worker(MemoryBus(broker, "prefill"), cores[1], ids[1])
+    decode = decode_worker(MemoryBus(broker, "decode"), cores[0], ids[0], tracer)
+    prefill = prefill_worker(MemoryBus(broker, "prefill"), cores[1], ids[1], tracer)
     await prefill.start()
     await decode.start()
     running = Cell(broker, driver, decode, prefill)
