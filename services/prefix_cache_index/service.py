@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -68,6 +69,7 @@ class IndexService:
         self._news = asyncio.Event()
         self._unsaved: dict[TenantId, ScopeGeneration] = {}
         self._ticking: asyncio.Task[None] | None = None
+        self._stopping = False
 
     async def start(self) -> None:
         """Read the generations, listen, then serve. Raises Unavailable when Redis or NATS does not answer."""
@@ -81,7 +83,7 @@ class IndexService:
             await bus.serve(subjects.INDEX_EXTEND, m.Extend, self.extend, queue=QUEUE),
             await bus.serve(subjects.INDEX_MATCH, m.Match, self.match, queue=QUEUE),
         ]
-        self._ticking = asyncio.create_task(self._tick_for_ever())
+        self._ticking = asyncio.create_task(self._tick_until_stopped())
         meter.create_observable_gauge("baton.index.entries", callbacks=[self._observe_entries])
 
     async def stop(self) -> None:
@@ -89,10 +91,11 @@ class IndexService:
         for subscription in reversed(self._subscriptions):
             await subscription.stop()
         self._subscriptions.clear()
+        # Not by cancelling: `wait_for` may swallow a cancellation that meets the event it waits for.
+        self._stopping = True
+        self._news.set()
         if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
-            self._ticking = None
+            await self._ticking
 
     async def match(self, delivery: Delivery) -> m.Matched | m.Refusal:
         """Tags of the prompt and who holds them. Raises Unavailable when a key is needed and Redis does not answer."""
@@ -198,14 +201,12 @@ class IndexService:
             self._unsaved[tenant] = generation
             self._news.set()
 
-    async def _tick_for_ever(self) -> None:
-        while True:
-            self._news.clear()
+    async def _tick_until_stopped(self) -> None:
+        while not self._stopping:
             await self._tick()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), TICK_S)
-            except TimeoutError:
-                continue
+            self._news.clear()
 
     async def _tick(self) -> None:
         """Drop the dead, ask for replays, save generations. What cannot be sent or saved is tried again."""

@@ -45,7 +45,7 @@ class Tagger:
         """Tags of a run's blocks, following its parent.
 
         Raises Forbidden for a grant of another request, or a parent of another scope or group; Conflict
-        (`unknown_parent`) for a parent this process does not know; ProtocolError for tokens that do not fill the blocks.
+        (`unknown_parent`) for one this process does not know; ProtocolError for tokens that do not fill the blocks.
         """
         if run.attempt.request_id != grant.request_id:
             raise Forbidden("the grant is of another request", code="grant_invalid")
