@@ -30,6 +30,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MACHINES = ("x86_64", "aarch64")
 GPU_VARIABLE = "BATON_EXTRAS"
 EXIT_SETUP = 3
+HEARTBEAT_S = 15.0
 
 
 class SetupError(Exception):
@@ -198,17 +199,33 @@ def _install(wish: Wish, venv: Path, say: Callable[[str], None]) -> None:
 
 
 def _run(command: list[str], doing: str) -> None:
+    """Run one step. Raises SetupError; one with a cause is final, one without may succeed from another index."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        code, text = _call(command, doing)
     except OSError as exc:
         raise SetupError(f"{doing} failed: {exc}") from exc
-    if done.returncode != 0:
-        text = done.stdout + done.stderr
-        error = SetupError(explain(doing, text))
-        # Only "no such version here" is worth another place to look.
-        if "No matching distribution found" not in text or offline(text):
-            raise error from RuntimeError(text[-500:])
-        raise error
+    if code == 0:
+        return
+    error = SetupError(explain(doing, text))
+    if "No matching distribution found" not in text or offline(text):
+        raise error from RuntimeError(text[-500:])
+    raise error
+
+
+def _call(command: list[str], doing: str) -> tuple[int, str]:
+    """Exit code and output of a command; says now and then that it is still at it."""
+    started = time.monotonic()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        while True:
+            try:
+                output, _ = process.communicate(timeout=HEARTBEAT_S)
+            except subprocess.TimeoutExpired:
+                print(f"          {doing}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            else:
+                return process.returncode, output
 
 
 def explain(doing: str, output: str) -> str:

@@ -61,7 +61,7 @@ class NatsBus:
         try:
             await self._client.publish(subject, payload, headers=headers)
         except nats.errors.Error as exc:
-            raise _mapped(exc, subject) from exc
+            raise self._mapped(exc, subject) from exc
 
     async def publish_durable(self, subject: str, message: msgspec.Struct, *, message_id: str) -> None:
         """JetStream: returns when stored; `message_id` deduplicates within the stream's window. Raises Unavailable."""
@@ -70,7 +70,7 @@ class NatsBus:
         try:
             await self._js.publish(subject, payload, headers={**(headers or {}), "Nats-Msg-Id": message_id})
         except nats.errors.Error as exc:
-            raise _mapped(exc, subject) from exc
+            raise self._mapped(exc, subject) from exc
 
     async def request(self, subject: str, message: msgspec.Struct, reply_type: Any, *, timeout_s: float) -> Any:
         """Ask and wait at most `timeout_s` seconds, which is also the budget sent along. Errors as in `Bus.request`."""
@@ -79,9 +79,11 @@ class NatsBus:
         try:
             reply = await self._client.request(subject, payload, timeout=timeout_s, headers=headers)
         except nats.errors.TimeoutError as exc:
+            if subject.lower() in self._refused_subjects:
+                raise Forbidden(f"NATS refuses user {self._service} to publish to {subject}", param=subject) from exc
             raise Unavailable(f"{subject} did not answer within {timeout_s:g} s", param=subject) from exc
         except nats.errors.Error as exc:
-            raise _mapped(exc, subject) from exc
+            raise self._mapped(exc, subject) from exc
         return envelope.read_reply(subject, reply.data, reply.headers, reply_type)
 
     async def serve(self, subject: str, message_type: Any, handler: RequestHandler, *, queue: str = "") -> Subscription:
@@ -138,7 +140,7 @@ class NatsBus:
         try:
             await consumer.start()
         except nats.errors.Error as exc:
-            raise _mapped(exc, subject) from exc
+            raise self._mapped(exc, subject) from exc
         return self._remember(consumer)
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> int | None:
@@ -150,7 +152,7 @@ class NatsBus:
         try:
             return await self._leases.acquire(name, owner, ttl_s)
         except nats.errors.Error as exc:
-            raise _mapped(exc, f"lease {name}") from exc
+            raise self._mapped(exc, f"lease {name}") from exc
 
     async def release_lease(self, name: str, owner: str) -> None:
         """Give the lease up if `owner` holds it."""
@@ -158,7 +160,7 @@ class NatsBus:
         try:
             await self._leases.release(name, owner)
         except nats.errors.Error as exc:
-            raise _mapped(exc, f"lease {name}") from exc
+            raise self._mapped(exc, f"lease {name}") from exc
 
     async def close(self) -> None:
         """Drain: take nothing new, finish handlers in progress, flush, disconnect. Never raises for a dead server."""
@@ -178,6 +180,18 @@ class NatsBus:
             if isinstance(subscription, DurableConsumer):
                 subscription.pull_again()
 
+    def _mapped(self, exc: Exception, hop: str) -> BatonError:
+        if isinstance(exc, nats.errors.NoRespondersError | nats.js.errors.NoStreamResponseError):
+            return Unavailable(f"{hop}: nobody listens", param=hop, retry_after_s=1.0)
+        if isinstance(exc, nats.errors.MaxPayloadError):
+            return ProtocolError(f"{hop}: message over the payload limit", param=hop)
+        if isinstance(exc, nats.errors.TimeoutError):
+            # A request NATS refuses is never answered; the refusal comes by another way.
+            if refused := sorted(s for s in self._refused_subjects if s.startswith(("$js.", "$kv."))):
+                return Forbidden(f"{hop}: NATS refuses user {self._service} {', '.join(refused)}", param=hop)
+            return Unavailable(f"{hop}: NATS did not answer in time", param=hop, retry_after_s=1.0)
+        return Unavailable(f"{hop}: {exc}", param=hop, retry_after_s=1.0)
+
     def _require_connection(self, hop: str) -> None:
         # nats-py would queue while it reconnects; a caller with a budget is better served by a prompt no.
         if not self._client.is_connected:
@@ -193,8 +207,8 @@ class NatsBus:
             inner = await self._client.subscribe(subject, queue=queue, cb=callback)
             await flush(self._client)
         except nats.errors.Error as exc:
-            raise _mapped(exc, subject) from exc
-        if subject in self._refused_subjects:
+            raise self._mapped(exc, subject) from exc
+        if subject.lower() in self._refused_subjects:
             raise Forbidden(f"NATS refuses user {self._service} the subscription to {subject}", param=subject)
         return inner
 
@@ -246,16 +260,6 @@ async def flush(client: Client) -> None:
     await client.flush(FLUSH_TIMEOUT_S)
 
 
-def _mapped(exc: Exception, hop: str) -> BatonError:
-    if isinstance(exc, nats.errors.NoRespondersError | nats.js.errors.NoStreamResponseError):
-        return Unavailable(f"{hop}: nobody listens", param=hop, retry_after_s=1.0)
-    if isinstance(exc, nats.errors.MaxPayloadError):
-        return ProtocolError(f"{hop}: message over the payload limit", param=hop)
-    if isinstance(exc, nats.errors.TimeoutError):
-        return Unavailable(f"{hop}: NATS did not answer in time", param=hop, retry_after_s=1.0)
-    return Unavailable(f"{hop}: {exc}", param=hop, retry_after_s=1.0)
-
-
 @asynccontextmanager
 async def connect_bus(
     nats_url: str, service: str, *, password: str = "", lost: asyncio.Event | None = None
@@ -281,8 +285,7 @@ async def connect_bus(
             stats.slow_consumer += 1
         if isinstance(exc, nats.errors.AuthorizationError) or "authorization violation" in str(exc).lower():
             forbidden.set()
-        if subject := _refused_subscription(str(exc)):
-            refused.add(subject)
+        refused.update(_refused_subjects(str(exc)))
         log.warning("NATS: %r", exc)
 
     async def on_disconnect() -> None:
@@ -351,7 +354,7 @@ def _without_secret(nats_url: str) -> str:
     return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest.rpartition("@")[2]
 
 
-def _refused_subscription(text: str) -> str:
-    """The subject of a `permissions violation for subscription to "…"` error, or an empty string."""
-    _, found, rest = text.lower().partition('permissions violation for subscription to "')
-    return rest.partition('"')[0] if found else ""
+def _refused_subjects(text: str) -> set[str]:
+    """The subject of a `permissions violation for … to "…"` error, in lower case as nats-py tells it."""
+    _, found, rest = text.lower().partition("permissions violation for ")
+    return {rest.split('"')[1]} if found and rest.count('"') >= 2 else set()

@@ -17,7 +17,7 @@ from shared.bus.nats_bus import connect_bus, flush
 from shared.bus.streams import AUDIT_STREAM, SETTLE_STREAM
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import Forbidden, Unavailable
+from shared.contracts.errors import Forbidden
 from shared.contracts.ids import TenantId
 from shared.contracts.subjects import HOPS, SERVICES
 from tests.servers import NatsServer, start_nats
@@ -128,7 +128,7 @@ async def test_the_bus_works_under_these_permissions(server: NatsServer, monkeyp
         for _ in range(3):
             reply = await gateway.request(subjects.POLICY_AUTHENTICATE, ask, m.Identity | m.Refusal, timeout_s=2)
             assert reply.tenant == "demo"
-        with pytest.raises(Unavailable):
+        with pytest.raises(Forbidden):
             await scheduler.request(subjects.POLICY_AUTHENTICATE, ask, m.Identity | m.Refusal, timeout_s=0.2)
 
         records: list[m.AuditRecord] = []
@@ -147,7 +147,7 @@ async def test_the_bus_works_under_these_permissions(server: NatsServer, monkeyp
         assert await scheduler.acquire_lease("default", "s1", 1.0)
         assert await scheduler.acquire_lease("default", "s2", 1.0) is None
         await scheduler.release_lease("default", "s1")
-        with pytest.raises(Unavailable):
+        with pytest.raises(Forbidden):
             await _consume_foreign(gateway)
 
 

@@ -107,12 +107,12 @@ def test_another_place_is_asked_only_for_a_missing_version(
     asked: list[list[str]] = []
     outputs = ["ERROR: No matching distribution found for torch==2.13.0+cpu", ""]
 
-    def fake(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def fake(command: list[str], doing: str) -> tuple[int, str]:
         asked.append(command)
         text = outputs.pop(0) if outputs else ""
-        return subprocess.CompletedProcess(command, 1 if text else 0, "", text)
+        return (1 if text else 0), text
 
-    monkeypatch.setattr("services.cli.environment.subprocess.run", fake)
+    monkeypatch.setattr(environment, "_call", fake)
     environment._install(wishes(root, False, ""), tmp_path, quiet)
     assert asked[1][-2:] == ["--index-url", "https://download.pytorch.org/whl/cpu"]
     outputs[:] = ["NewConnectionError: Temporary failure in name resolution"]
@@ -132,6 +132,12 @@ def test_plain_errors() -> None:
     with pytest.raises(SetupError, match="apt-get install"):
         environment.check_modules(lambda name: name != "ensurepip")
     environment.check_machine("linux", "aarch64")
+
+
+def test_a_long_step_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(environment, "HEARTBEAT_S", 0.05)
+    environment._run([sys.executable, "-c", "import time; time.sleep(0.2)"], "waiting")
+    assert "waiting: 0 s" in capsys.readouterr().err
 
 
 def test_a_real_failure_of_pip_is_one_sentence(root: Path) -> None:
