@@ -26,17 +26,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def real(model_dir: Path, folder: Path, **changes: int) -> WorkerOptions:
-    values = {"token_budget": 48, "chunk_size": 0, "pool_bytes": 4 * 1024 * 1024} | changes
+def real(model_dir: Path, folder: Path, *, chunk_size: int = 0, pool_bytes: int = 4 << 20) -> WorkerOptions:
     return WorkerOptions(
         model_dir=model_dir,
         kv_dir=folder / "kv",
         block_size=16,
+        pool_bytes=pool_bytes,
+        token_budget=48,
+        chunk_size=chunk_size,
         max_num_seqs=8,
         threads=1,
         self_check=False,
         calibrate=False,
-        **values,
     )
 
 
