@@ -17,6 +17,7 @@ from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
+from shared.telemetry import attributes as a
 
 
 class Book:
@@ -55,7 +56,7 @@ class Book:
     def requeue(self, record: Record, reason: str) -> None:
         """Back to where it stood."""
         if record.state in PLACING:
-            self.effects.append(PlacingEnded(record.request_id, "requeued", {"baton.reason": reason}))
+            self.effects.append(PlacingEnded(record.request_id, "requeued", {a.REASON: reason}))
         self._push(record)
 
     def take(self, record: Record, state: State) -> None:
@@ -114,18 +115,20 @@ class Book:
 
         self.outbox.add(record.submit.ingress_id, build)
         attributes: dict[str, str | int | float] = {
-            "baton.path": choice.path,
-            "baton.reason": choice.reason,
-            "baton.local_s": choice.local_s,
-            "baton.handed_off_s": choice.handed_off_s,
-            "baton.queue_s": record.queue_s,
-            "baton.matched_tokens": choice.matched_tokens,
-            "baton.candidates": choice.candidates,
-            "baton.decode_worker": choice.decode_worker,
-            "baton.dispatch": record.dispatch,
+            a.PATH: choice.path,
+            a.REASON: choice.reason,
+            a.LOCAL_S: choice.local_s,
+            a.HANDED_OFF_S: choice.handed_off_s,
+            a.QUEUE_S: record.queue_s,
+            a.MATCHED_TOKENS: choice.matched_tokens,
+            a.CANDIDATES: choice.candidates,
+            a.DECODE_WORKER: choice.decode_worker,
+            a.EPOCH: record.submit.attempt.epoch,
+            a.DISPATCH: record.dispatch,
+            a.TERM: self.term,
         }
         if choice.path == HANDED_OFF:
-            attributes["baton.prefill_worker"] = choice.prefill_worker
+            attributes[a.PREFILL_WORKER] = choice.prefill_worker
         self.effects.append(PlacingEnded(record.request_id, "placed", attributes))
 
     def tell_each(self, ingresses: list[IngressId], build: Callable[[int], Event]) -> None:

@@ -10,6 +10,7 @@ from opentelemetry.context import Context
 
 from services.scheduler.effects import PlacingEnded
 from shared.contracts.ids import RequestId
+from shared.telemetry import attributes as a
 
 tracer = trace.get_tracer("baton.scheduler")
 
@@ -53,7 +54,7 @@ class PlaceSpans:
             return
         # an adopted request was never tried here, but its placement belongs on the trace
         span = self.placing(effect.request_id)
-        span.set_attribute("baton.outcome", effect.outcome)
+        span.set_attribute(a.STATUS, effect.outcome)
         span.set_attributes(effect.attributes)
         span.end()
         waiting.span = None

@@ -30,6 +30,7 @@ from shared.contracts.errors import BatonError, DeadlineExceeded, Unavailable, t
 from shared.contracts.grants import Grant
 from shared.contracts.ids import RequestId, WorkerId
 from shared.contracts.message import decode
+from shared.telemetry import attributes as a
 
 log = logging.getLogger("baton.scheduler")
 
@@ -199,14 +200,14 @@ class SchedulerService:
             self._spans.queued(submit.attempt.request_id, delivery.context)
             answer, effects = table.submit(self._clock(), submit, grant)
             self._run(effects)
-            span.set_attribute("baton.tokens", len(submit.token_ids) // 4)
-            span.set_attribute("baton.epoch", submit.attempt.epoch)
-            span.set_attribute("baton.class", grant.klass)
+            span.set_attribute(a.PROMPT_TOKENS, len(submit.token_ids) // 4)
+            span.set_attribute(a.EPOCH, submit.attempt.epoch)
+            span.set_attribute(a.CLASS, grant.klass)
             if isinstance(answer, m.Queued):
-                span.set_attribute("baton.position", answer.position)
-                span.set_attribute("baton.predicted_ttft_s", answer.predicted_ttft_s)
+                span.set_attribute(a.QUEUE_POSITION, answer.position)
+                span.set_attribute(a.PREDICTED_TTFT_S, answer.predicted_ttft_s)
             else:
-                span.set_attribute("baton.refused", answer.error.code)
+                span.set_attribute(a.STATUS, answer.error.code)
             return answer
 
     def _on_worker_beat(self, delivery: Delivery) -> None:

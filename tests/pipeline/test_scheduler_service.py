@@ -29,6 +29,7 @@ from shared.contracts.errors import Unavailable
 from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import Incarnation, ScopeGeneration, WorkerId
 from shared.contracts.message import encode
+from shared.telemetry import attributes as a
 from tests.unit.scheduler_support import INGRESS, attempt, beat, grant, no_room, reserved, submit
 
 
@@ -170,10 +171,11 @@ async def test_local_and_handed_off_end_to_end_on_one_trace(spans: InMemorySpanE
     done: list[ReadableSpan] = list(spans.get_finished_spans())
     assert sorted(s.name for s in done) == ["client", *["scheduler.place"] * 2, *["scheduler.submit"] * 2]
     assert len({s.context.trace_id for s in done if s.context is not None}) == 1
-    place = next(s for s in done if s.attributes and s.attributes.get("baton.path") == "handed_off")
+    place = next(s for s in done if s.attributes and s.attributes.get(a.PATH) == "handed_off")
     assert place.attributes is not None
-    assert 0 < place.attributes["baton.handed_off_s"] < place.attributes["baton.local_s"]  # type: ignore[operator]
-    assert {"baton.queue_s", "baton.matched_tokens", "baton.candidates", "baton.reason"} <= set(place.attributes)
+    assert 0 < place.attributes[a.HANDED_OFF_S] < place.attributes[a.LOCAL_S]  # type: ignore[operator]
+    assert {a.QUEUE_S, a.MATCHED_TOKENS, a.CANDIDATES, a.REASON} <= set(place.attributes)
+    assert set(place.attributes) <= a.ALLOWED
 
 
 async def test_a_refused_request_waits_in_place_and_a_never_is_told() -> None:

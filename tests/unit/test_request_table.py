@@ -7,6 +7,7 @@ from services.scheduler.record import State
 from shared.contracts import messages as m
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Dispatch, Incarnation, RequestId, WorkerId
+from shared.telemetry import attributes as a
 from tests.unit.scheduler_support import INGRESS, Bench, attempt, no_room, reserved, submit
 
 ACCEPTED = m.PrefillAccepted(incarnation=Incarnation(1))
@@ -44,9 +45,7 @@ def test_a_short_prompt_goes_local() -> None:
     assert 0 < placed.local_s < placed.handed_off_s
     ended: PlacingEnded = bench.pop(PlacingEnded)
     assert ended.outcome == "placed"
-    assert {"baton.path", "baton.reason", "baton.local_s", "baton.handed_off_s", "baton.queue_s"} <= set(
-        ended.attributes
-    )
+    assert {a.PATH, a.REASON, a.LOCAL_S, a.HANDED_OFF_S, a.QUEUE_S} <= set(ended.attributes)
     assert bench.effects == []
 
 
