@@ -291,3 +291,31 @@ async def test_spans_tell_counts_and_reasons(world: World, monkeypatch: pytest.M
     assert (refused.attributes["baton.status"], refused.attributes["baton.reason"]) == ("invalid_value", "max_tokens")
     assert settle.attributes is not None
     assert settle.attributes["baton.completion_tokens"] == 5
+
+
+async def test_settlements_wait_for_redis_and_everything_survives_its_restart(
+    own_redis_server: RedisServer, tmp_path: Path
+) -> None:
+    async with connect_redis(own_redis_server.url) as redis:
+        world = World(redis, tmp_path)
+        await world.start()
+        grant = (await world.admitted("r1")).grant
+        await world.admin.revoke_key(OTHER, "other-key")
+        # The append-only file reaches the disk within a second; a kill sooner would lose what Redis calls stored.
+        await redis.execute("WAITAOF", 1, 0, 2000)
+        own_redis_server.kill()
+        await world.settle("r1", grant, 7)
+        await until(lambda: world.service._bus.stats.handler_failures > 0)
+        own_redis_server.start()
+
+        async def booked() -> bool:
+            try:
+                return (await world.accounts.usage(DEMO)).get("completion_tokens") == "7"
+            except Unavailable:
+                return False
+
+        await until(booked, timeout_s=10.0)
+        assert (await world.accounts.quota(DEMO))["held"] == "0"
+        assert error_of(await world.authenticate(OTHER_HASH)).status == 401
+        assert isinstance(await world.authenticate(DEMO_HASH), m.Identity)
+        await world.service.stop()
