@@ -10,7 +10,7 @@ from shared.contracts.ids import RequestId
 
 
 def drain(queue: FairQueue, klass_of: dict[str, str], limit: int = 10_000) -> list[str]:
-    order = []
+    order: list[str] = []
     while (head := queue.head()) is not None and len(order) < limit:
         queue.remove(head)
         queue.count_placed(klass_of[head])
