@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import redis
+
+from services.cli.servers import free_port, valkey_binary
 
 BIN = Path(sys.executable).parent
 START_TIMEOUT_S = 20.0
@@ -109,8 +112,6 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> RedisServer:
-        from services.cli.servers import free_port, valkey_binary
-
         self.folder.mkdir(parents=True, exist_ok=True)
         # valkey-server cannot choose a port itself, so another process may win it: then try the next.
         for _ in range(5):
@@ -135,8 +136,6 @@ class RedisServer:
 
 
 def _answers(port: int) -> bool | None:
-    import redis
-
     try:
         with redis.Redis(port=port, socket_timeout=1) as client:
             return bool(client.ping()) or None
