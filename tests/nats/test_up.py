@@ -20,6 +20,7 @@ import pytest
 
 from services.cli.state import StateFolder
 from shared.settings.load import ROOT
+from tests.servers import NatsServer, RedisServer
 
 COMMAND = (sys.executable, "-m", "services.cli")
 
@@ -29,7 +30,9 @@ class Stack:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "NATS_"))}
+        self.env = {
+            name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "NATS_", "REDIS_"))
+        }
         self.env |= {"BATON_STATE": str(folder), "PYTHONPATH": str(ROOT)}
 
     def run(self, *argv: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
@@ -37,13 +40,14 @@ class Stack:
         return subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=timeout_s)
 
     def processes(self) -> dict[int, str]:
-        """Living processes of this stack, found by their environment, and their command lines."""
+        """Living processes of this stack, found by environment, arguments or working folder; their command lines."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 environment = (folder / "environ").read_bytes()
-                if f"BATON_STATE={self.folder}".encode() in environment or str(self.folder) in line:
+                traces = f"{line} {os.readlink(folder / 'cwd')}"
+                if f"BATON_STATE={self.folder}".encode() in environment or str(self.folder) in traces:
                     found[int(folder.name)] = line
         found.pop(os.getpid(), None)
         return found
@@ -135,13 +139,19 @@ def answers(record: dict[str, str]) -> bool:
 
 
 @pytest.mark.model
-def test_ctrl_c_and_a_killed_supervisor_leave_nothing(stack: Stack, default_model_dir: Path) -> None:
-    for number in (signal.SIGINT, signal.SIGKILL):
+def test_ctrl_c_and_a_killed_supervisor_leave_nothing(
+    stack: Stack, default_model_dir: Path, nats_server: NatsServer, redis_server: RedisServer
+) -> None:
+    """The first time on servers that are already there."""
+    for number, servers in ((signal.SIGINT, (nats_server.url, redis_server.url)), (signal.SIGKILL, ("", ""))):
+        stack.env |= dict(zip(("NATS_URL", "REDIS_URL"), servers, strict=True))
         command = [*COMMAND, *up_arguments("--json")]
         process = subprocess.Popen(command, cwd=ROOT, env=stack.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stderr is not None
         assert json.loads(process.stdout.readline())["pid"] == process.pid
+        own = [line for line in stack.processes().values() if "nats-server" in line or "valkey-server" in line]
+        assert len(own) == (0 if number == signal.SIGINT else 2)
         process.send_signal(number)
         code = process.wait(60)
         assert code == (0 if number == signal.SIGINT else -signal.SIGKILL)
