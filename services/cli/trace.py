@@ -16,7 +16,7 @@ import msgspec
 from services.cli.connection import add_connection_options, connection
 from services.cli.waterfall import WIDTH, list_table, waterfall
 from shared.contracts.errors import BatonError, Unavailable
-from shared.contracts.messages import SpanRecord
+from shared.contracts.parts import SpanRecord
 from shared.telemetry.trace_buffer import TraceSummary
 
 

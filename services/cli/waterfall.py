@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shared.contracts.messages import SpanRecord
+from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
 from shared.telemetry.trace_buffer import TraceSummary
 

@@ -18,7 +18,8 @@ from shared.contracts import subjects
 from shared.contracts.errors import BatonError, Internal, to_wire
 from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId, RequestId
-from shared.contracts.messages import Reserve, StreamFrame, Totals
+from shared.contracts.messages import Reserve, StreamFrame
+from shared.contracts.parts import Totals
 from shared.contracts.tokens import unpack_tokens
 from shared.engine.batcher import Batcher
 from shared.engine.sequence import ERROR, SequenceUpdate

@@ -13,9 +13,9 @@ from opentelemetry.context import Context
 from shared.contracts.attempt import Attempt
 from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId
-from shared.contracts.messages import Refusal, Reserve, Reserved, Totals
-from shared.contracts.tokens import unpack_tokens
-from shared.engine.sequence import completion_checksum
+from shared.contracts.messages import Refusal, Reserve, Reserved
+from shared.contracts.parts import Totals
+from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.kv.block_table import BlockTable
 from shared.kv.handoff import Sink
 from shared.telemetry.token_timings import TokenTimings

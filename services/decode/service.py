@@ -23,6 +23,7 @@ from shared.contracts.errors import BatonError, Cancelled, Conflict, Overloaded,
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import WorkerId
 from shared.contracts.message import Message
+from shared.contracts.parts import AttemptProgress
 from shared.engine.batcher import NeverFits, ReservationRefused
 from shared.engine.sequence import SequenceUpdate
 from shared.engine.worker_fences import Fences
@@ -270,7 +271,7 @@ class DecodeWorker:
         """See `Role.awaited_peers`."""
         return frozenset(self.book.table.sources)
 
-    def peer_beat(self, beat: m.WorkerBeat, progress: Mapping[Attempt, m.AttemptProgress], now: float) -> None:
+    def peer_beat(self, beat: m.WorkerBeat, progress: Mapping[Attempt, AttemptProgress], now: float) -> None:
         """See `Role.peer_beat`: renews leases, and asks for commits that were lost."""
         if beat.role != "prefill":
             return

@@ -16,7 +16,8 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Incarnation, IngressId, RequestId, WorkerId
 from shared.contracts.message import MAX_MESSAGE_BYTES
-from shared.contracts.messages import HeldAttempt, StreamFrame, StreamRecord, StreamReplayed, Totals
+from shared.contracts.messages import StreamFrame, StreamReplayed
+from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
 from shared.contracts.tokens import pack_tokens
 
 RESEND_FIRST_S = 0.5

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.contracts import messages as m
+from shared.contracts.parts import ComputeRow, Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class LedgerRow:
     completion_tokens: int
     cached_tokens: int
     finish: str
-    compute: dict[str, m.Totals] = field(default_factory=dict)
+    compute: dict[str, Totals] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -35,7 +36,7 @@ class Booked:
     compute_rows: int
 
 
-def compute_name(row: m.ComputeRow) -> str:
+def compute_name(row: ComputeRow) -> str:
     """Which compute this is. Epoch and dispatch are numbers and worker ids hold no `/`, so names cannot collide."""
     return f"{row.attempt.epoch}/{row.attempt.dispatch}/{row.worker}"
 

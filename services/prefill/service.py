@@ -24,6 +24,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Conflict, Forbidden, Internal, Overloaded, ProtocolError, to_wire
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import BlockGeneration, RequestId, WorkerId
+from shared.contracts.parts import AttemptProgress, BlockRef
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import unpack_tokens
 from shared.engine.batcher import NeverFits, Reservation, ReservationRefused
@@ -217,7 +218,7 @@ class PrefillWorker:
         """See `Role.awaited_peers`."""
         return self.table.decode_workers
 
-    def peer_beat(self, beat: m.WorkerBeat, progress: Mapping[Attempt, m.AttemptProgress], now: float) -> None:
+    def peer_beat(self, beat: m.WorkerBeat, progress: Mapping[Attempt, AttemptProgress], now: float) -> None:
         """See `Role.peer_beat`: a decode worker's beat renews the leases of what it lists."""
         if beat.role == "decode":
             counters = {attempt: p.progress for attempt, p in progress.items()}
@@ -330,11 +331,11 @@ class PrefillWorker:
 
 def _refs(
     blocks: Sequence[tuple[int, int, int, int]], digests: Sequence[bytes], num_groups: int
-) -> list[list[m.BlockRef]]:
+) -> list[list[BlockRef]]:
     """Blocks and their digests as named in a commit, per group."""
-    named: list[list[m.BlockRef]] = [[] for _ in range(num_groups)]
+    named: list[list[BlockRef]] = [[] for _ in range(num_groups)]
     for (group, block_id, generation, _), digest in zip(blocks, digests, strict=True):
-        named[group].append(m.BlockRef(block_id, BlockGeneration(generation), digest))
+        named[group].append(BlockRef(block_id, BlockGeneration(generation), digest))
     return named
 
 

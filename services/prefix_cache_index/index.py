@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.ids import BlockTag, Incarnation, WorkerId
-from shared.contracts.messages import BlockEvents, GroupTags, Holder
+from shared.contracts.messages import BlockEvents
+from shared.contracts.parts import GroupTags, Holder
 
 REPLAY_RETRY_S = 2.0
 

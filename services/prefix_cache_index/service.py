@@ -24,6 +24,7 @@ from shared.contracts import subjects
 from shared.contracts.errors import BatonError, Conflict, Unavailable, to_wire
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import ScopeGeneration, TenantId
+from shared.contracts.parts import ExtendedRun, ExtendRun
 from shared.security.grant_signature import GrantVerifier
 from shared.security.scope import KvFormat
 from shared.telemetry import attributes as attr
@@ -177,7 +178,7 @@ class IndexService:
         )
         return m.Matched(scope_generation=grant.scope.generation, tags=chains, holders=holders)
 
-    async def _extended(self, run: m.ExtendRun, kv_format: KvFormat) -> m.ExtendedRun:
+    async def _extended(self, run: ExtendRun, kv_format: KvFormat) -> ExtendedRun:
         try:
             grant = self._verified(run.grant)
             if grant.retention_s == 0:
@@ -186,8 +187,8 @@ class IndexService:
         except Unavailable:
             raise
         except BatonError as error:
-            return m.ExtendedRun(error=to_wire(error))
-        return m.ExtendedRun(tags=tags, scope_generation=grant.scope.generation)
+            return ExtendedRun(error=to_wire(error))
+        return ExtendedRun(tags=tags, scope_generation=grant.scope.generation)
 
     def _verified(self, signed: SignedGrant) -> Grant:
         grant = self._verifier.verify(signed, self._wall())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from services.prefix_cache_index.generations import Generations
 from services.prefix_cache_index.issued import IssuedTags
 from services.prefix_cache_index.scope_keys import ScopeKeys
-from shared.contracts import messages as m
 from shared.contracts.errors import Forbidden, ProtocolError
 from shared.contracts.grants import Grant
 from shared.contracts.ids import BlockTag
+from shared.contracts.parts import ExtendRun, GroupTags
 from shared.security.scope import KvFormat, scope_id
 from shared.security.tags import TOKEN_BYTES, matchable_blocks, tag_chain
 
@@ -24,7 +24,7 @@ class Tagger:
     issued: IssuedTags
     generations: Generations
 
-    async def prompt(self, grant: Grant, kv_format: KvFormat, token_ids: bytes) -> tuple[m.GroupTags, ...]:
+    async def prompt(self, grant: Grant, kv_format: KvFormat, token_ids: bytes) -> tuple[GroupTags, ...]:
         """Tags of a prompt's leading full blocks per layer group; the block that holds the last token is left out.
 
         Raises ProtocolError when `token_ids` are not whole u32s.
@@ -38,10 +38,10 @@ class Tagger:
             end = matchable_blocks(num_tokens, block_size) * block_size * TOKEN_BYTES
             tags = tag_chain(key, group, block_size, token_ids[:end])
             self.issued.remember(scope, group, tags)
-            chains.append(m.GroupTags(group, tuple(tags)))
+            chains.append(GroupTags(group, tuple(tags)))
         return tuple(chains)
 
-    async def run(self, grant: Grant, kv_format: KvFormat, run: m.ExtendRun) -> tuple[BlockTag, ...]:
+    async def run(self, grant: Grant, kv_format: KvFormat, run: ExtendRun) -> tuple[BlockTag, ...]:
         """Tags of a run's blocks, following its parent.
 
         Raises Forbidden for a grant of another request, or a parent of another scope or group; Conflict

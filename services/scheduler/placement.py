@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.messages import StepModel
+from shared.contracts.parts import StepModel
 
 LOCAL = "local"
 HANDED_OFF = "handed_off"

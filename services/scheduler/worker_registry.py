@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from services.scheduler.placement import DEFAULT_TOKEN_BUDGET, WorkerView
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.messages import AttemptProgress, WorkerBeat
+from shared.contracts.messages import WorkerBeat
+from shared.contracts.parts import AttemptProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,10 @@ A new hop begins here, in `subjects.py` and in `tests/contracts` (golden bytes).
 
 from __future__ import annotations
 
-import msgspec
-
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import Limits, SignedGrant
 from shared.contracts.ids import (
-    BlockGeneration,
-    BlockTag,
     Dispatch,
     Incarnation,
     IngressId,
@@ -24,84 +20,21 @@ from shared.contracts.ids import (
     WorkerId,
 )
 from shared.contracts.message import Message
+from shared.contracts.parts import (
+    AttemptProgress,
+    ComputeRow,
+    ExtendedRun,
+    ExtendRun,
+    GroupBlocks,
+    GroupTags,
+    HeldAttempt,
+    Holder,
+    SpanRecord,
+    StepModel,
+    StreamRecord,
+    Totals,
+)
 from shared.contracts.sampling import SamplingParams
-
-# ---------------------------------------------------------------------------------------------- parts of messages
-
-
-class BlockRef(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One pool block of one layer group at one moment of its life."""
-
-    block_id: int
-    generation: BlockGeneration
-    digest: bytes = b""  # XXH3-128 of the whole span, 16 bytes; empty where none is needed
-
-
-class GroupBlocks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Blocks of one layer group, in position order."""
-
-    group: int
-    first_position: int  # index of the first block in the sequence's block table
-    blocks: tuple[BlockRef, ...] = ()
-
-
-class GroupTags(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tags of the leading full blocks of a prompt in one layer group."""
-
-    group: int
-    tags: tuple[BlockTag, ...] = ()
-
-
-class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A worker's account of one attempt. Token counts; seconds of engine time."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    computed_tokens: int = 0
-    received_tokens: int = 0  # KV that came by hand-off
-    wasted_tokens: int = 0  # computed and thrown away
-    checksum: bytes = b""  # BLAKE2b-128 over the completion's token ids (u32 LE)
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    bytes_pulled: int = 0
-    first_token_s: float = 0.0  # from reservation to first sampled token
-
-
-class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One choice's news. Sequence numbers count output tokens of the choice from 0 over all attempts."""
-
-    attempt: Attempt
-    choice: int
-    first_seq: int
-    token_ids: bytes = b""
-    finish: str = ""  # "" | stop | length | cancelled | error
-    totals: Totals | None = None  # with `finish`
-    error: ErrorInfo | None = None  # with finish == "error"
-
-
-class HeldAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An attempt a worker holds, and the next sequence number it will send for each choice."""
-
-    attempt: Attempt
-    next_seq: tuple[int, ...] = ()
-
-
-class AttemptProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An attempt in a beat. `progress` is counted by the engine thread: it stands still when the engine does."""
-
-    attempt: Attempt
-    progress: int
-    computed_tokens: int = 0
-
-
-class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Coefficients of the one step-time model, seconds: T = base + token·n + sequence·B + context·ΣS."""
-
-    base_s: float = 0.0
-    token_s: float = 0.0
-    sequence_s: float = 0.0
-    context_s: float = 0.0
 
 
 class Refusal(Message, frozen=True, kw_only=True):
@@ -147,14 +80,6 @@ class Granted(Message, frozen=True, kw_only=True):
     """policy → gateway: yes, signed."""
 
     grant: SignedGrant
-
-
-class ComputeRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Compute one worker spent on one attempt; additive in the ledger."""
-
-    worker: WorkerId
-    attempt: Attempt
-    totals: Totals
 
 
 class Settle(Message, frozen=True, kw_only=True):
@@ -269,13 +194,6 @@ class Match(Message, frozen=True, kw_only=True):
     token_ids: bytes
 
 
-class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How much of a chain a worker holds, in leading blocks per layer group."""
-
-    worker: WorkerId
-    blocks: tuple[int, ...]
-
-
 class Matched(Message, frozen=True, kw_only=True):
     """index → scheduler. Capped at floor((n - 1) / block_size) blocks."""
 
@@ -284,31 +202,12 @@ class Matched(Message, frozen=True, kw_only=True):
     holders: tuple[Holder, ...] = ()
 
 
-class ExtendRun(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Full blocks to be tagged: they follow `parent` (or, with an empty parent, start at position 0)."""
-
-    attempt: Attempt
-    group: int
-    grant: SignedGrant
-    token_ids: bytes  # of the new blocks only, whole blocks
-    blocks: tuple[BlockRef, ...]  # without digests
-    parent: BlockTag = BlockTag(b"")
-
-
 class Extend(Message, frozen=True, kw_only=True):
     """worker → index, `index.extend`: committed full blocks that want tags. Batched and asynchronous."""
 
     worker: WorkerId
     incarnation: Incarnation
     runs: tuple[ExtendRun, ...]
-
-
-class ExtendedRun(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tags for one run, in order; empty with `error` when the run was refused."""
-
-    tags: tuple[BlockTag, ...] = ()
-    scope_generation: ScopeGeneration = ScopeGeneration(0)
-    error: ErrorInfo | None = None
 
 
 class Extended(Message, frozen=True, kw_only=True):
@@ -567,22 +466,6 @@ class GatewayBeat(Message, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------------------------------------- traces
-
-
-class SpanRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One finished OpenTelemetry span. Ids in hex, times in unix nanoseconds; attributes never hold prompt text."""
-
-    trace_id: str
-    span_id: str
-    parent_id: str
-    name: str
-    service: str
-    start_ns: int
-    end_ns: int
-    status: str = ""  # "" | ok | error
-    attributes: dict[str, str | int | float | bool] = {}
-    events: tuple[tuple[str, int], ...] = ()  # (name, unix ns)
-    links: tuple[str, ...] = ()  # trace ids
 
 
 class SpanBatch(Message, frozen=True, kw_only=True):

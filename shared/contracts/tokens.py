@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import hashlib
 import sys
 from collections.abc import Iterable
 
@@ -29,3 +30,11 @@ def unpack_tokens(data: bytes) -> list[int]:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tolist()
+
+
+def completion_checksum(token_ids: Iterable[int]) -> bytes:
+    """BLAKE2b-128 over a completion's token ids, from sequence number 0 over all epochs, as `pack_tokens` writes them.
+
+    What the ingress compares its committed tokens with.
+    """
+    return hashlib.blake2b(pack_tokens(token_ids), digest_size=16).digest()

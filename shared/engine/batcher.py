@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from shared.contracts.ids import BlockTag
-from shared.contracts.messages import Totals
+from shared.contracts.parts import Totals
 from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
 from shared.engine.sequence import (
     CANCELLED,

@@ -13,14 +13,13 @@ There is no prefill or decode phase: a sequence only has `num_computed_tokens` c
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from shared.contracts.ids import BlockGeneration, BlockTag, TenantId
-from shared.contracts.messages import Totals
+from shared.contracts.parts import Totals
 from shared.contracts.sampling import SamplingParams
-from shared.contracts.tokens import pack_tokens
+from shared.contracts.tokens import completion_checksum
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence
 from shared.kv.block_table import BlockTable
 
@@ -265,8 +264,3 @@ class Sequence:
             wasted_tokens=min(self.num_scheduled_tokens, max(0, self.num_computed_tokens - needed)),
             checksum=completion_checksum(completion),
         )
-
-
-def completion_checksum(token_ids: Seq[int]) -> bytes:
-    """BLAKE2b-128 over a completion's token ids (u32 LE): what the ingress compares with what it committed."""
-    return hashlib.blake2b(pack_tokens(token_ids), digest_size=16).digest()

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.ids import WorkerId
-from shared.contracts.messages import StepModel
+from shared.contracts.parts import StepModel
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.engine import Engine, Runner

@@ -29,7 +29,8 @@ from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Unavailable
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.messages import AttemptProgress, Replay, SchedulerBeat, WorkerBeat
+from shared.contracts.messages import Replay, SchedulerBeat, WorkerBeat
+from shared.contracts.parts import AttemptProgress
 from shared.engine.batcher import Batcher, Gauges
 from shared.engine.sequence import SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, boot_id, host_name

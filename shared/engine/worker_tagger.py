@@ -13,7 +13,8 @@ from shared.bus.bus import Bus
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError
 from shared.contracts.ids import BlockTag, Incarnation, WorkerId
-from shared.contracts.messages import BlockEvents, Extend, Extended, GroupTags, Refusal
+from shared.contracts.messages import BlockEvents, Extend, Extended, Refusal
+from shared.contracts.parts import GroupTags
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.engine.sequence import CompletedBlock

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from shared.contracts.attempt import Attempt
 from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import BlockTag
-from shared.contracts.messages import BlockRef, ExtendedRun, ExtendRun, GroupTags
+from shared.contracts.parts import BlockRef, ExtendedRun, ExtendRun, GroupTags
 from shared.contracts.tokens import pack_tokens
 from shared.engine.sequence import CompletedBlock
 

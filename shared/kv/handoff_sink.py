@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from shared.contracts.attempt import Attempt
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.messages import BlockRef, HandoffAck, HandoffCommit, HandoffRelease
+from shared.contracts.messages import HandoffAck, HandoffCommit, HandoffRelease
+from shared.contracts.parts import BlockRef
 
 ASK_AGAIN_S = 1.0
 PULL_BLOCKS = 64

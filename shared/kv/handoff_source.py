@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.messages import BlockRef, GroupBlocks, HandoffAck, HandoffCommit
+from shared.contracts.messages import HandoffAck, HandoffCommit
+from shared.contracts.parts import BlockRef, GroupBlocks
 from shared.kv.lease import ProgressLease
 
 RESEND_FIRST_S = 0.5

@@ -48,8 +48,8 @@ class KvSettings(Section):
 class EngineSettings(Section):
     """One worker's step loop."""
 
-    token_budget: int = Field(512, ge=1, description="most tokens in one step of a decode worker")
-    prefill_token_budget: int = Field(1024, ge=1, description="most tokens in one step of a prefill worker")
+    token_budget: int = Field(128, ge=1, description="most tokens in one step of a decode worker")
+    prefill_token_budget: int = Field(512, ge=1, description="most tokens in one step of a prefill worker")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")
     depth: int = Field(1, ge=0, le=1, description="steps planned ahead of the one in flight")
     threads: int = Field(0, ge=0, description="compute threads of a worker; 0 shares the cores among the workers")

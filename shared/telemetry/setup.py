@@ -23,7 +23,8 @@ from opentelemetry.trace import ProxyTracerProvider, Tracer
 from shared.bus.bus import Bus
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError
-from shared.contracts.messages import SpanBatch, SpanRecord
+from shared.contracts.messages import SpanBatch
+from shared.contracts.parts import SpanRecord
 from shared.telemetry.span_record import to_record
 
 log = logging.getLogger("baton.telemetry")

@@ -9,7 +9,7 @@ from typing import Any
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
-from shared.contracts.messages import SpanRecord
+from shared.contracts.parts import SpanRecord
 from shared.telemetry.attributes import ALLOWED
 
 MAX_VALUE_CHARS = 120

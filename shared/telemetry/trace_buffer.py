@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.messages import SpanRecord
+from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
 
 ROOT = "gateway.request"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shared.contracts.messages import StreamRecord
-from shared.contracts.tokens import pack_tokens
+from shared.contracts.parts import StreamRecord
 
 MAX_PENDING = 1024
 """Records held per choice behind a gap; what is beyond comes with the replay."""
@@ -53,8 +50,3 @@ class ChoiceState:
         """Takes out the held record that has no gap before it any more."""
         first = min(self.pending, default=None)
         return None if first is None or first > len(self.committed) else self.pending.pop(first)
-
-
-def checksum(token_ids: Iterable[int]) -> bytes:
-    """BLAKE2b-128 over a completion's token ids, from sequence number 0 over all epochs, as little-endian u32."""
-    return hashlib.blake2b(pack_tokens(token_ids), digest_size=16).digest()

@@ -25,9 +25,10 @@ from shared.contracts.errors import (
     from_wire,
 )
 from shared.contracts.ids import Dispatch, Epoch, RequestId, Term, WorkerId
-from shared.contracts.messages import ComputeRow, HeldAttempt, Placed, StreamRecord, Totals
-from shared.contracts.tokens import unpack_tokens
-from shared.text.stream_choice import MAX_PENDING, ChoiceState, StreamRules, checksum
+from shared.contracts.messages import Placed
+from shared.contracts.parts import ComputeRow, HeldAttempt, StreamRecord, Totals
+from shared.contracts.tokens import completion_checksum, unpack_tokens
+from shared.text.stream_choice import MAX_PENDING, ChoiceState, StreamRules
 from shared.text.stream_effects import (
     AckFinal,
     AskReplay,
@@ -368,7 +369,9 @@ class StreamCommit:
         self._account(*self._ack, totals)
         choice = self._choices[record.choice]
         made = record.first_seq + len(record.token_ids) // 4
-        if made != len(choice.committed) or (totals.checksum and totals.checksum != checksum(choice.committed)):
+        if made != len(choice.committed) or (
+            totals.checksum and totals.checksum != completion_checksum(choice.committed)
+        ):
             error = Internal("the output does not match the worker's account of it", code="checksum_mismatch")
             effects += self._finish("error", error, now, worker_done=True)
             return

@@ -7,7 +7,7 @@ import msgspec
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError
 from shared.contracts.ids import WorkerId
-from shared.contracts.messages import ComputeRow
+from shared.contracts.parts import ComputeRow
 
 
 class Effect(msgspec.Struct, frozen=True):

@@ -32,9 +32,9 @@ from shared.contracts.errors import BatonError, Unauthenticated, to_wire
 from shared.contracts.grants import Grant, Scope, SignedGrant
 from shared.contracts.ids import Dispatch, Incarnation, IngressId, RequestId, TenantId, Term, WorkerId
 from shared.contracts.message import encode
-from shared.contracts.tokens import pack_tokens, unpack_tokens
+from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
+from shared.contracts.tokens import completion_checksum, pack_tokens, unpack_tokens
 from shared.telemetry.setup import Telemetry
-from shared.text.stream_choice import checksum
 from tests.tiny_tokenizer import tiny_tokenizer
 
 MODEL = "tiny"
@@ -64,13 +64,13 @@ class Running:
     cancelled: str = ""
     acked: bool = False
 
-    def totals(self) -> m.Totals:
+    def totals(self) -> Totals:
         made = self.output if self.cut is None else self.output[: self.cut]
-        return m.Totals(
+        return Totals(
             prompt_tokens=self.submit.num_prompt_tokens,
             cached_tokens=3,
             completion_tokens=len(made),
-            checksum=checksum(made),
+            checksum=completion_checksum(made),
         )
 
 
@@ -234,12 +234,12 @@ class Backend:
             await asyncio.sleep(0.05)
             await self._send(self._record(run, len(run.output)))
 
-    def _record(self, run: Running, first: int) -> m.StreamRecord:
+    def _record(self, run: Running, first: int) -> StreamRecord:
         last = run.sent == len(run.output)
         packed = pack_tokens(run.output[first : run.sent])
-        return m.StreamRecord(run.attempt, 0, first, packed, run.finish if last else "", run.totals() if last else None)
+        return StreamRecord(run.attempt, 0, first, packed, run.finish if last else "", run.totals() if last else None)
 
-    async def _send(self, *records: m.StreamRecord, held: Sequence[m.HeldAttempt] = (), listing: bool = False) -> None:
+    async def _send(self, *records: StreamRecord, held: Sequence[HeldAttempt] = (), listing: bool = False) -> None:
         self.frames += 1
         if self.drop_every and not listing and self.frames % self.drop_every == 0:
             return
@@ -270,7 +270,7 @@ class Backend:
                 )
                 await self.bus.publish(subjects.worker_beat(self.worker), beat)
                 held = [
-                    m.HeldAttempt(run.attempt, (run.sent,))
+                    HeldAttempt(run.attempt, (run.sent,))
                     for run in self.running.values()
                     if not run.acked and not run.cancelled
                 ]

@@ -10,6 +10,7 @@ import pytest
 
 from shared.contracts import messages as m
 from shared.contracts.ids import BlockTag
+from shared.contracts.parts import GroupTags
 from shared.contracts.sampling import SamplingParams
 from shared.engine.worker_engine import WorkerOptions
 from shared.kv.handoff import Pull
@@ -118,7 +119,7 @@ async def test_the_source_dies_in_the_middle(model_dir: Path, tmp_path: Path) ->
 
 
 async def test_a_prefill_that_hits_its_cache_hands_over_at_once(model_dir: Path, tmp_path: Path) -> None:
-    tags = (m.GroupTags(0, tuple(BlockTag(bytes([i]) * 16) for i in range(4))),)
+    tags = (GroupTags(0, tuple(BlockTag(bytes([i]) * 16) for i in range(4))),)
     async with cell(real(model_dir, tmp_path)) as c:
         outputs = []
         for name in ("req-a", "req-b"):

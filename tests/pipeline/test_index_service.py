@@ -34,6 +34,7 @@ from shared.contracts.ids import (
     TenantId,
     WorkerId,
 )
+from shared.contracts.parts import BlockRef, ExtendedRun, ExtendRun, GroupTags, Holder
 from shared.contracts.tokens import pack_tokens
 from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
 from shared.security.tags import ROOT
@@ -110,7 +111,7 @@ class World:
         await self.bus.publish(subjects.worker_beat(worker), beat)
         await settled()
 
-    async def stored(self, tags: tuple[m.GroupTags, ...], worker: WorkerId = W1, **fields: Any) -> None:
+    async def stored(self, tags: tuple[GroupTags, ...], worker: WorkerId = W1, **fields: Any) -> None:
         number = self.numbers[worker] = self.numbers.get(worker, 0) + 1
         event = m.BlockEvents(worker=worker, **{"incarnation": 1, "number": number, "stored": tags, **fields})
         await self.bus.publish(subjects.index_events(worker), event)
@@ -126,16 +127,16 @@ class World:
         assert isinstance(answer, m.Matched), answer
         return answer
 
-    async def extend(self, *runs: m.ExtendRun, worker: WorkerId = W1, incarnation: int = 1) -> m.Extended | m.Refusal:
+    async def extend(self, *runs: ExtendRun, worker: WorkerId = W1, incarnation: int = 1) -> m.Extended | m.Refusal:
         message = m.Extend(worker=worker, incarnation=Incarnation(incarnation), runs=runs)
         return await self.bus.request(subjects.INDEX_EXTEND, message, m.Extended | m.Refusal, timeout_s=5.0)
 
-    async def extended(self, run: m.ExtendRun) -> m.ExtendedRun:
+    async def extended(self, run: ExtendRun) -> ExtendedRun:
         answer = await self.extend(run)
         assert isinstance(answer, m.Extended), answer
         return answer.runs[0]
 
-    async def refused_code(self, run: m.ExtendRun) -> str:
+    async def refused_code(self, run: ExtendRun) -> str:
         answer = await self.extended(run)
         assert answer.error is not None
         assert answer.tags == ()
@@ -144,14 +145,14 @@ class World:
 
 def a_run(
     grant: Grant, tokens: list[int], parent: BlockTag = ROOT, group: int = 0, blocks: int | None = None
-) -> m.ExtendRun:
+) -> ExtendRun:
     count = len(tokens) // BLOCK if blocks is None else blocks
-    return m.ExtendRun(
+    return ExtendRun(
         attempt=Attempt(grant.request_id, Epoch(1)),
         group=group,
         grant=SIGNER.sign(grant),
         token_ids=pack_tokens(tokens),
-        blocks=tuple(m.BlockRef(i, BlockGeneration(1)) for i in range(count)),
+        blocks=tuple(BlockRef(i, BlockGeneration(1)) for i in range(count)),
         parent=parent,
     )
 
@@ -191,10 +192,10 @@ async def test_what_a_worker_stored_is_found_again(world: World) -> None:
     first = await world.matched(grant_for())
     assert first.holders == ()
     assert [len(chain.tags) for chain in first.tags] == [4]
-    await world.stored((m.GroupTags(0, first.tags[0].tags[:3]),))
+    await world.stored((GroupTags(0, first.tags[0].tags[:3]),))
     again = await world.matched(grant_for(name="r2"), [*PROMPT, 5, 6, 7, 8])
     assert again.tags[0].tags[:4] == first.tags[0].tags
-    assert again.holders == (m.Holder(W1, (3,)),)
+    assert again.holders == (Holder(W1, (3,)),)
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (0, 0)])
@@ -207,7 +208,7 @@ async def test_two_tenants_and_two_authorizations_never_share(world: World) -> N
     await world.beat()
     mine = await world.matched(grant_for("a"))
     await world.stored(mine.tags)
-    assert (await world.matched(grant_for("a", "r2"))).holders == (m.Holder(W1, (4,)),)
+    assert (await world.matched(grant_for("a", "r2"))).holders == (Holder(W1, (4,)),)
     for other in (grant_for("b"), grant_for("a", authorization=("x",)), grant_for("a", authorization=("x", "y"))):
         found = await world.matched(other)
         assert found.holders == ()
@@ -219,7 +220,7 @@ async def test_groups_have_block_sizes_and_tags_of_their_own(world: World) -> No
     found = await world.matched(grant_for(), [*PROMPT[:16], 1])
     assert [(chain.group, len(chain.tags)) for chain in found.tags] == [(0, 4), (1, 2)]
     await world.stored((found.tags[1],))
-    assert (await world.matched(grant_for(), [*PROMPT[:16], 1])).holders == (m.Holder(W1, (0, 2)),)
+    assert (await world.matched(grant_for(), [*PROMPT[:16], 1])).holders == (Holder(W1, (0, 2)),)
 
 
 async def test_only_live_grants_of_policy_are_answered(world: World) -> None:
@@ -271,8 +272,8 @@ async def test_an_unknown_parent_asks_for_the_whole_prefix_which_then_works(worl
 async def test_a_bad_run_does_not_harm_the_others(world: World) -> None:
     await world.beat()
     good, grant = a_run(grant_for(), PROMPT[:4]), grant_for()
-    other_request = m.ExtendRun(**{**_fields(good), "attempt": Attempt(RequestId("r9"), Epoch(1))})
-    forged = m.ExtendRun(**{**_fields(good), "grant": FORGER.sign(grant)})
+    other_request = ExtendRun(**{**_fields(good), "attempt": Attempt(RequestId("r9"), Epoch(1))})
+    forged = ExtendRun(**{**_fields(good), "grant": FORGER.sign(grant)})
     bad = [other_request, forged, a_run(grant, PROMPT[:4], group=1), a_run(grant, PROMPT[:5]), a_run(grant, [])]
     bad.append(a_run(grant, PROMPT[:4], BlockTag(b"short")))
     answer = await world.extend(*bad, good)
@@ -281,8 +282,8 @@ async def test_a_bad_run_does_not_harm_the_others(world: World) -> None:
     assert len(answer.runs[-1].tags) == 1
 
 
-def _fields(run: m.ExtendRun) -> dict[str, Any]:
-    return {name: getattr(run, name) for name in m.ExtendRun.__struct_fields__}
+def _fields(run: ExtendRun) -> dict[str, Any]:
+    return {name: getattr(run, name) for name in ExtendRun.__struct_fields__}
 
 
 async def test_only_workers_that_beat_are_answered(world: World) -> None:
@@ -303,8 +304,8 @@ async def test_a_gap_makes_the_index_ask_for_a_replay(world: World) -> None:
     await world.stored((), number=5)
     await until(lambda: bool(world.replays))
     assert world.replays == [(subjects.index_replay(W1), 5)]
-    await world.stored((m.GroupTags(0, tags[0].tags[:1]),), number=6, snapshot=True)
-    assert (await world.matched(grant_for())).holders == (m.Holder(W1, (1,)),)
+    await world.stored((GroupTags(0, tags[0].tags[:1]),), number=6, snapshot=True)
+    assert (await world.matched(grant_for())).holders == (Holder(W1, (1,)),)
 
 
 async def test_a_new_index_asks_every_worker(world: World) -> None:
@@ -324,7 +325,7 @@ async def test_a_dead_worker_holds_nothing(world: World) -> None:
     await world.beat(W2)
     world.now += 4.0
     await until(lambda: world.service._fleet.member(W1) is None)
-    assert (await world.matched(grant_for())).holders == (m.Holder(W2, (4,)),)
+    assert (await world.matched(grant_for())).holders == (Holder(W2, (4,)),)
     await world.beat(W2, incarnation=2)
     assert (await world.matched(grant_for())).holders == ()
     assert len(world.service.index) == 0

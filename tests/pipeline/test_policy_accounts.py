@@ -18,6 +18,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Unavailable
 from shared.contracts.grants import Limits, SignedGrant
 from shared.contracts.ids import Dispatch, Epoch, RequestId, TenantId, WorkerId
+from shared.contracts.parts import ComputeRow, Totals
 from shared.store.redis_store import connect_redis
 from tests.servers import RedisServer
 
@@ -32,7 +33,7 @@ async def accounts(redis_server: RedisServer) -> AsyncIterator[Accounts]:
         yield Accounts(redis, f"test-{secrets.token_hex(4)}")
 
 
-def settlement(name: str, epoch: int, tokens: int, *compute: m.ComputeRow) -> m.Settle:
+def settlement(name: str, epoch: int, tokens: int, *compute: ComputeRow) -> m.Settle:
     return m.Settle(
         attempt=Attempt(RequestId(name), Epoch(epoch)),
         grant=SignedGrant(b"", b""),
@@ -43,9 +44,9 @@ def settlement(name: str, epoch: int, tokens: int, *compute: m.ComputeRow) -> m.
     )
 
 
-def compute_row(name: str, epoch: int, dispatch: int, worker: str, tokens: int) -> m.ComputeRow:
-    totals = m.Totals(computed_tokens=tokens, wasted_tokens=1, prefill_s=0.5, decode_s=0.25)
-    return m.ComputeRow(WorkerId(worker), Attempt(RequestId(name), Epoch(epoch), Dispatch(dispatch)), totals)
+def compute_row(name: str, epoch: int, dispatch: int, worker: str, tokens: int) -> ComputeRow:
+    totals = Totals(computed_tokens=tokens, wasted_tokens=1, prefill_s=0.5, decode_s=0.25)
+    return ComputeRow(WorkerId(worker), Attempt(RequestId(name), Epoch(epoch), Dispatch(dispatch)), totals)
 
 
 class Model:

@@ -29,6 +29,7 @@ from shared.contracts.errors import Unavailable
 from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import Incarnation, ScopeGeneration, WorkerId
 from shared.contracts.message import encode
+from shared.contracts.parts import AttemptProgress
 from shared.telemetry import attributes as a
 from tests.unit.scheduler_support import INGRESS, attempt, beat, grant, no_room, reserved, submit
 
@@ -83,7 +84,7 @@ class World:
             self._number += 1
             for worker, role in (("d1", "decode"), ("p1", "prefill")):
                 if self.beating:
-                    listed = tuple(m.AttemptProgress(a, self._number) for a in self.held[worker])
+                    listed = tuple(AttemptProgress(a, self._number) for a in self.held[worker])
                     message = beat(worker, role, self._number, attempts=listed)
                     await self.bus.publish(subjects.worker_beat(WorkerId(worker)), message)
             await asyncio.sleep(0.05)

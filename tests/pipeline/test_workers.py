@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.ids import BlockTag, Term
+from shared.contracts.parts import ExtendedRun, GroupTags, StreamRecord
 from shared.contracts.sampling import SamplingParams
-from shared.contracts.tokens import pack_tokens, unpack_tokens
+from shared.contracts.tokens import completion_checksum, pack_tokens, unpack_tokens
 from shared.engine.fake_runner import made_up_token
-from shared.engine.sequence import completion_checksum
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.security.grant_signature import GrantSigner
 from shared.telemetry import attributes as a
@@ -270,13 +270,13 @@ async def test_tags_are_announced_and_hit(tmp_path: Path) -> None:
         runs = []
         for run in message.runs:
             made = tuple(BlockTag(bytes([200 + i]) * 16) for i in range(len(run.blocks)))
-            runs.append(m.ExtendedRun(tags=made))
+            runs.append(ExtendedRun(tags=made))
         return m.Extended(runs=tuple(runs))
 
     async with cell(options(tmp_path)) as c:
         await c.driver.bus.subscribe(subjects.ANY_INDEX_EVENTS, m.BlockEvents, lambda d: events.append(d.message))
         await c.driver.bus.serve(subjects.INDEX_EXTEND, m.Extend, extend)
-        groups = (m.GroupTags(0, tags),)
+        groups = (GroupTags(0, tags),)
         reserved = await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id, tags=groups)
         assert isinstance(reserved, m.Reserved)
         await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, tags=groups)
@@ -343,7 +343,7 @@ async def test_each_choice_ends_for_itself(tmp_path: Path) -> None:
             sampling=sampling,
             prefill_worker=c.prefill_id,
         )
-        records: list[m.StreamRecord] = []
+        records: list[StreamRecord] = []
         await c.driver.bus.subscribe(
             subjects.stream(INGRESS), m.StreamFrame, lambda d: records.extend(d.message.records)
         )
@@ -410,7 +410,7 @@ def test_fake_workers_need_no_torch(service: str) -> None:
 
 
 async def test_blocks_that_may_not_be_kept_are_not_tagged(tmp_path: Path) -> None:
-    tags = (m.GroupTags(0, tuple(BlockTag(bytes([i]) * 16) for i in range(7))),)
+    tags = (GroupTags(0, tuple(BlockTag(bytes([i]) * 16) for i in range(7))),)
     async with cell(options(tmp_path)) as c:
         await c.driver.reserve(c.decode_id, PROMPT, tags=tags, grant=signed_grant("req-a", retention_s=0))
         await c.driver.final()

@@ -22,6 +22,7 @@ from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.grants import Grant, Scope, SignedGrant
 from shared.contracts.ids import Dispatch, Epoch, IngressId, RequestId, TenantId, Term, WorkerId
+from shared.contracts.parts import GroupTags, StreamRecord
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens, unpack_tokens
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
@@ -66,7 +67,7 @@ class Driver:
     """Scheduler and ingress of a test, over any bus."""
 
     bus: Bus
-    finals: dict[RequestId, m.StreamRecord] = field(default_factory=dict)
+    finals: dict[RequestId, StreamRecord] = field(default_factory=dict)
     tokens: dict[RequestId, dict[int, int]] = field(default_factory=dict)
     held: set[RequestId] = field(default_factory=set)
     listings: list[m.StreamFrame] = field(default_factory=list)
@@ -133,7 +134,7 @@ class Driver:
         prefill: WorkerId | None = None,
         sampling: SamplingParams | None = None,
         num_prompt_tokens: int = 0,
-        tags: tuple[m.GroupTags, ...] = (),
+        tags: tuple[GroupTags, ...] = (),
         term: int = 1,
         lease_s: float = 5.0,
         grant: SignedGrant | None = None,
@@ -165,7 +166,7 @@ class Driver:
         reserved: m.Reserved,
         *,
         a: Attempt | None = None,
-        tags: tuple[m.GroupTags, ...] = (),
+        tags: tuple[GroupTags, ...] = (),
         term: int = 1,
         lease_s: float = 5.0,
     ) -> m.PrefillAccepted | m.Refusal:
@@ -187,7 +188,7 @@ class Driver:
         )
         return answer
 
-    async def final(self, request: str = "req-a", timeout_s: float = 20) -> m.StreamRecord:
+    async def final(self, request: str = "req-a", timeout_s: float = 20) -> StreamRecord:
         await until(lambda: RequestId(request) in self.finals, timeout_s)
         return self.finals[RequestId(request)]
 

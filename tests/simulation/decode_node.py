@@ -11,11 +11,11 @@ from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Conflict, ContextExceeded, Overloaded, to_wire
 from shared.contracts.ids import Incarnation, IngressId, RequestId, WorkerId
-from shared.contracts.tokens import unpack_tokens
+from shared.contracts.parts import AttemptProgress, StepModel, Totals
+from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.kv.block_pool import GroupPool
 from shared.kv.digest import span_digest
 from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, Sink, SinkEffect, TurnLocal
-from shared.text.stream_choice import checksum
 from tests.simulation.network import Action, FenceWatch, Node, Violation
 from tests.simulation.toy_model import BLOCK, SLOT_BYTES, Memory, next_token
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEP_S = 0.02
 TOKEN_BUDGET = 48
-MODEL = m.StepModel(base_s=0.015, token_s=0.0004, sequence_s=0.0001)
+MODEL = StepModel(base_s=0.015, token_s=0.0004, sequence_s=0.0001)
 
 
 @dataclass(eq=False)
@@ -316,7 +316,7 @@ class DecodeNode(Node):
     def _beat(self) -> None:
         self.number += 1
         self._send_frames(self.outbox.listings())
-        attempts = tuple(m.AttemptProgress(s.attempt, self.number, s.computed) for s in self.live.values())
+        attempts = tuple(AttemptProgress(s.attempt, self.number, s.computed) for s in self.live.values())
         self.world.worker_beat(
             m.WorkerBeat(
                 worker=self.worker,
@@ -347,6 +347,8 @@ class DecodeNode(Node):
                 self.net.send(node, lambda node=node, frame=frame: node.frame(frame))  # type: ignore[misc]
 
 
-def _totals(sequence: Sequence) -> m.Totals:
+def _totals(sequence: Sequence) -> Totals:
     output = sequence.output
-    return m.Totals(prompt_tokens=sequence.num_prompt, completion_tokens=len(output), checksum=checksum(output))
+    return Totals(
+        prompt_tokens=sequence.num_prompt, completion_tokens=len(output), checksum=completion_checksum(output)
+    )

@@ -11,6 +11,7 @@ from shared.contracts import messages as m
 from shared.contracts.errors import Unavailable, from_wire
 from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import IngressId, RequestId, WorkerId
+from shared.contracts.parts import StreamRecord
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens
 from shared.text import stream_effects as fx
@@ -98,7 +99,7 @@ class IngressNode(Node):
                 if request_id in held or client.stream.worker == frame.worker:
                     self._do(client, client.stream.on_listing(frame.worker, held.get(request_id), self.net.now))
 
-    def _record(self, client: Client, worker: WorkerId, record: m.StreamRecord) -> None:
+    def _record(self, client: Client, worker: WorkerId, record: StreamRecord) -> None:
         current, before = client.stream.attempt, client.stream.num_committed
         effects = client.stream.on_record(worker, record, self.net.now)
         if current.fences(record.attempt) and client.stream.num_committed > before:

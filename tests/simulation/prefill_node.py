@@ -10,6 +10,7 @@ from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Conflict, Overloaded, to_wire
 from shared.contracts.ids import Incarnation, WorkerId
+from shared.contracts.parts import AttemptProgress, BlockRef, StepModel
 from shared.contracts.tokens import unpack_tokens
 from shared.kv.block_pool import GroupPool
 from shared.kv.digest import span_digest
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 STEP_S = 0.02
 TOKEN_BUDGET = 128
-MODEL = m.StepModel(base_s=0.015, token_s=0.0001, sequence_s=0.0001)
+MODEL = StepModel(base_s=0.015, token_s=0.0001, sequence_s=0.0001)
 
 
 @dataclass(eq=False)
@@ -154,13 +155,13 @@ class PrefillNode(Node):
         if any(work.computed < len(work.tokens) for work in self.work.values()):
             self._wake()
 
-    def _ref(self, attempt: Attempt, work: Work, position: int) -> m.BlockRef:
+    def _ref(self, attempt: Attempt, work: Work, position: int) -> BlockRef:
         block = work.blocks[position]
         span = self.memory.spans[block]
         valid = min(BLOCK, len(work.tokens) - position * BLOCK) * SLOT_BYTES
         span[valid:] = bytes(len(span) - valid)
         generation = self.pool.generation(block)
-        return m.BlockRef(block, generation, span_digest(span, attempt, 0, generation, position))
+        return BlockRef(block, generation, span_digest(span, attempt, 0, generation, position))
 
     def _tick(self) -> None:
         self._do(self.table.tick(self.net.now))
@@ -184,7 +185,7 @@ class PrefillNode(Node):
                 running=len(computing),
                 max_sequences=4,
                 queue_tokens=sum(len(w.tokens) - w.computed for w in computing),
-                attempts=tuple(m.AttemptProgress(a, self.number, w.computed) for a, w in self.work.items()),
+                attempts=tuple(AttemptProgress(a, self.number, w.computed) for a, w in self.work.items()),
                 step_model=MODEL,
                 numerics="n",
                 fingerprint="f",

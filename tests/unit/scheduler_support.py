@@ -25,10 +25,11 @@ from shared.contracts.ids import (
     Term,
     WorkerId,
 )
+from shared.contracts.parts import Holder, StepModel
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens
 
-MODEL = m.StepModel(base_s=0.025, token_s=0.0012, sequence_s=0.0005, context_s=0.0)
+MODEL = StepModel(base_s=0.025, token_s=0.0012, sequence_s=0.0005, context_s=0.0)
 INGRESS = IngressId("gateway-1")
 
 
@@ -159,7 +160,7 @@ class Bench:
     def count(self, kind: type[Any]) -> int:
         return sum(isinstance(e, kind) for e in self.effects)
 
-    def match(self, *holders: m.Holder) -> None:
+    def match(self, *holders: Holder) -> None:
         ask: AskMatch = self.pop(AskMatch)
         reply = m.Matched(scope_generation=ScopeGeneration(1), holders=holders)
         self.take(self.table.matched(self.now, ask.attempt, reply))

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.contracts.ids import BlockTag, TenantId
 from shared.contracts.sampling import SamplingParams
+from shared.contracts.tokens import completion_checksum
 from shared.engine.batcher import Batcher, BatcherConfig, NeverFits, NoBlocks, NoSlot
-from shared.engine.sequence import Sequence, SequenceSpec, SequenceUpdate, completion_checksum
+from shared.engine.sequence import Sequence, SequenceSpec, SequenceUpdate
 from shared.engine.step_plan import IN_FLIGHT, StepOutput, StepPlan
 from shared.kv.layout import LayerGroup, PoolLayout
 

@@ -10,7 +10,8 @@ import pytest
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, Incarnation, RequestId, WorkerId
-from shared.contracts.messages import BlockRef, HandoffAck, HandoffCommit
+from shared.contracts.messages import HandoffAck, HandoffCommit
+from shared.contracts.parts import BlockRef
 from shared.kv.handoff import (
     Closed,
     Free,

@@ -15,7 +15,8 @@ from services.prefix_cache_index.issued import IssuedTags
 from shared.contracts.errors import Conflict, Forbidden
 from shared.contracts.grants import Scope
 from shared.contracts.ids import BlockTag, Incarnation, ScopeGeneration, TenantId, WorkerId
-from shared.contracts.messages import BlockEvents, GroupTags, Holder, WorkerBeat
+from shared.contracts.messages import BlockEvents, WorkerBeat
+from shared.contracts.parts import GroupTags, Holder
 
 W1, W2 = WorkerId("decode-1"), WorkerId("decode-2")
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.scheduler.placement import Ask, HandoffCost, choose, handed_off_cost_s, local_cost_s
 from shared.contracts.ids import WorkerId
-from shared.contracts.messages import StepModel
+from shared.contracts.parts import StepModel
 from tests.unit.scheduler_support import view
 
 COST = HandoffCost()

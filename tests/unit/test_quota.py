@@ -12,6 +12,7 @@ from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.grants import Limits, SignedGrant
 from shared.contracts.ids import Dispatch, Epoch, RequestId, WorkerId
+from shared.contracts.parts import ComputeRow, Totals
 
 SECOND = 1_000_000
 TTL = 600 * SECOND
@@ -111,7 +112,7 @@ def test_time_never_runs_backwards() -> None:
 # ---------------------------------------------------------------------------------------------- ledger
 
 
-def account(epoch: int, prompt: int, completion: int, *compute: m.ComputeRow) -> m.Settle:
+def account(epoch: int, prompt: int, completion: int, *compute: ComputeRow) -> m.Settle:
     return m.Settle(
         attempt=Attempt(RequestId("req-1"), Epoch(epoch)),
         grant=SignedGrant(b"", b""),
@@ -122,9 +123,9 @@ def account(epoch: int, prompt: int, completion: int, *compute: m.ComputeRow) ->
     )
 
 
-def compute(epoch: int, dispatch: int, worker: str, tokens: int) -> m.ComputeRow:
+def compute(epoch: int, dispatch: int, worker: str, tokens: int) -> ComputeRow:
     attempt = Attempt(RequestId("req-1"), Epoch(epoch), Dispatch(dispatch))
-    return m.ComputeRow(WorkerId(worker), attempt, m.Totals(computed_tokens=tokens))
+    return ComputeRow(WorkerId(worker), attempt, Totals(computed_tokens=tokens))
 
 
 def test_a_higher_epoch_replaces_an_equal_or_lower_one_does_not() -> None:

@@ -7,6 +7,7 @@ from services.scheduler.record import State
 from shared.contracts import messages as m
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Incarnation, RequestId, WorkerId
+from shared.contracts.parts import Holder
 from shared.telemetry import attributes as a
 from tests.unit.scheduler_support import Bench, attempt, no_room, reserved, submit
 
@@ -48,7 +49,7 @@ def test_a_short_prompt_goes_local() -> None:
 def test_a_long_prompt_is_handed_off_from_the_true_hit() -> None:
     bench = pair()
     bench.submit(submit("r", 600))
-    bench.match(m.Holder(WorkerId("p1"), (2,)), m.Holder(WorkerId("gone"), (9,)))
+    bench.match(Holder(WorkerId("p1"), (2,)), Holder(WorkerId("gone"), (9,)))
     assert bench.reserve(reserved(num_cached_tokens=32)).message.prefill_worker == "p1"
     assert bench.told == []
     run = bench.prefill(ACCEPTED)

@@ -6,13 +6,14 @@ from services.scheduler.effects import AskMatch, AskReserve
 from services.scheduler.record import State
 from shared.contracts import messages as m
 from shared.contracts.ids import Dispatch, Incarnation, RequestId, WorkerId
+from shared.contracts.parts import AttemptProgress
 from tests.unit.scheduler_support import INGRESS, Bench, attempt, no_room, reserved, submit
 
 ACCEPTED = m.PrefillAccepted(incarnation=Incarnation(1))
 
 
-def progress(*attempts: object) -> tuple[m.AttemptProgress, ...]:
-    return tuple(m.AttemptProgress(a, 1) for a in attempts)  # type: ignore[arg-type]
+def progress(*attempts: object) -> tuple[AttemptProgress, ...]:
+    return tuple(AttemptProgress(a, 1) for a in attempts)  # type: ignore[arg-type]
 
 
 def pair(**limits: object) -> Bench:

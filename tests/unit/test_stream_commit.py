@@ -10,9 +10,10 @@ import pytest
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Internal, Overloaded, Unavailable, to_wire
 from shared.contracts.ids import Dispatch, Epoch, RequestId, Term, WorkerId
-from shared.contracts.messages import HeldAttempt, Placed, StreamRecord, Totals
-from shared.contracts.tokens import pack_tokens
-from shared.text.stream_choice import StreamRules, checksum
+from shared.contracts.messages import Placed
+from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
+from shared.contracts.tokens import completion_checksum, pack_tokens
+from shared.text.stream_choice import StreamRules
 from shared.text.stream_commit import StreamCommit
 from shared.text.stream_effects import (
     AckFinal,
@@ -65,7 +66,7 @@ def kinds(effects: list[Effect]) -> list[str]:
 def test_tokens_are_committed_and_the_final_ends_settles_and_acknowledges() -> None:
     stream = running()
     assert stream.on_record(W1, record(0, [7]), 1.0) == [Commit(0, 0, [7])]
-    totals = Totals(prompt_tokens=3, cached_tokens=2, completion_tokens=2, checksum=checksum([7, 8]))
+    totals = Totals(prompt_tokens=3, cached_tokens=2, completion_tokens=2, checksum=completion_checksum([7, 8]))
     effects = stream.on_record(W1, record(1, [8], finish="length", totals=totals), 2.0)
     assert kinds(effects) == ["Commit", "EndChoice", "End", "SettleRequest", "AckFinal"]
     settle = effects[3]
@@ -274,7 +275,7 @@ class FakeNetwork:
 
     def _record(self, first: int, ids: list[int]) -> StreamRecord:
         last = first + len(ids) == len(self.output)
-        totals = Totals(completion_tokens=len(self.output), checksum=checksum(self.output)) if last else None
+        totals = Totals(completion_tokens=len(self.output), checksum=completion_checksum(self.output)) if last else None
         return StreamRecord(self.attempt, 0, first, pack_tokens(ids), "length" if last else "", totals)
 
     def deliver(self) -> StreamRecord | None:

@@ -6,7 +6,8 @@ from services.decode.stream_outbox import StreamOutbox
 from shared.contracts.attempt import Attempt
 from shared.contracts.ids import Dispatch, Epoch, Incarnation, IngressId, RequestId, WorkerId
 from shared.contracts.message import encode
-from shared.contracts.messages import StreamFrame, Totals
+from shared.contracts.messages import StreamFrame
+from shared.contracts.parts import Totals
 from shared.contracts.tokens import unpack_tokens
 
 GW1, GW2 = IngressId("gw-1"), IngressId("gw-2")

@@ -9,7 +9,8 @@ from opentelemetry import trace
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.contracts import subjects
 from shared.contracts.message import encode
-from shared.contracts.messages import SpanBatch, SpanRecord
+from shared.contracts.messages import SpanBatch
+from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
 from shared.telemetry.setup import SpanQueue, Telemetry, setup_telemetry
 from shared.telemetry.token_timings import TokenTimings

@@ -43,7 +43,7 @@ def test_the_live_key_of_this_hash_passes() -> None:
     ids=["unknown", "revoked", "other hash", "empty"],
 )
 def test_every_other_key_gets_the_same_answer(key_hash: bytes, key: KeyRecord | None) -> None:
-    with pytest.raises(Unauthenticated, match="^the API key is not valid$"):
+    with pytest.raises(Unauthenticated, match=r"^the API key is not valid$"):
         check_key(key_hash, key)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.cli.waterfall import WIDTH, draw_bar, in_tree_order, list_table, seconds, waterfall
-from shared.contracts.messages import SpanRecord
+from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
 from shared.telemetry.trace_buffer import summarize
 

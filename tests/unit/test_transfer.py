@@ -10,7 +10,7 @@ import pytest
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Unavailable
 from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, Incarnation, RequestId, WorkerId
-from shared.contracts.messages import BlockRef
+from shared.contracts.parts import BlockRef
 from shared.engine.worker_fake import FakePool
 from shared.kv.handoff import Pull, PullItem
 from shared.kv.layout import LayerGroup, PoolLayout

@@ -6,7 +6,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import BlockGeneration, BlockTag, Dispatch, Epoch, RequestId
-from shared.contracts.messages import ExtendedRun, GroupTags
+from shared.contracts.parts import ExtendedRun, GroupTags
 from shared.engine.sequence import CompletedBlock
 from shared.engine.worker_tags import TagChains, Tagging
 
