@@ -9,7 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "up": ("services.cli.up", "main", "start a stack: servers, services, workers"),
     "down": ("services.cli.down", "main", "stop it"),
-    "status": ("services.cli.down", "status", "show the running stack"),
+    "status": ("services.cli.status", "main", "show the running stack and its workers"),
     "chat": ("services.cli.chat", "main", "ask the running stack and stream the answer"),
     "trace": ("services.cli.trace", "main", "list recent requests, or show one as a waterfall"),
     "test": ("services.cli.check", "main", "lint, types and all tests"),

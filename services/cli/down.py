@@ -1,18 +1,16 @@
-"""`./baton down` and `./baton status`."""
+"""`./baton down`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 
-from services.cli.state import StateFolder, running_stack, state_path
+from services.cli.state import StateFolder, state_path
 
 DOWN_TIMEOUT_S = 150.0
 POLL_S = 0.05
@@ -45,15 +43,3 @@ def main(argv: Sequence[str]) -> int:
         time.sleep(POLL_S)
     print(f"baton: process {pid} did not stop within {DOWN_TIMEOUT_S:g} s; end it with kill -9 {pid}", file=sys.stderr)
     return 1
-
-
-def status(argv: Sequence[str]) -> int:
-    """Print the running stack as one JSON line, without its keys; 1 when none is ready."""
-    argparse.ArgumentParser(prog="baton status", description="Show the running stack.").parse_args(argv)
-    stack = running_stack(os.environ)
-    if stack is None:
-        print("no stack is running", file=sys.stderr)
-        return 1
-    shown = {name: value for name, value in asdict(stack).items() if not name.endswith("_key")}
-    print(json.dumps(shown))
-    return 0

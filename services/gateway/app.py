@@ -187,6 +187,11 @@ class Door:
             raise HTTPException(404, "no such trace here")
         return json_response({"trace_id": spans[0].trace_id, "spans": [_plain(span) for span in spans]})
 
+    async def cluster(self, request: Request) -> Response:
+        """GET /baton/cluster (admin): requests here, and what scheduler and workers last said of themselves."""
+        await self._require_admin(request)
+        return json_response(self._service.load())
+
     async def _require_admin(self, request: Request) -> None:
         identity = await self._service.authenticate(key_hash(request.headers))
         if not identity.admin:
@@ -204,6 +209,7 @@ def build_app(door: Door) -> FastAPI:
     app.add_api_route("/ready", door.ready, methods=["GET"])
     app.add_api_route("/baton/traces", door.traces, methods=["GET"])
     app.add_api_route("/baton/traces/{trace_id}", door.trace, methods=["GET"])
+    app.add_api_route("/baton/cluster", door.cluster, methods=["GET"])
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)

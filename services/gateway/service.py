@@ -15,6 +15,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.trace import Span
 
 from services.gateway.auth import IdentityCache
+from services.gateway.cluster import Cluster
 from services.gateway.liveness import Liveness
 from services.gateway.request_plan import RequestPlan
 from services.gateway.session import Session
@@ -83,6 +84,7 @@ class GatewayService:
         self.sessions: dict[RequestId, Session] = {}
         self.traces = TraceBuffer()
         self.liveness = Liveness(config.alive_s)
+        self.cluster = Cluster()
         self.draining = False
         self._bus = bus
         self._token_bytes = token_bytes
@@ -201,6 +203,11 @@ class GatewayService:
         wanted = self.liveness.checks(self._clock(), token_wanted=bool(self.config.probe_key))
         return {**wanted, "bus": self._bus.connected, "accepting": not self.draining}
 
+    def load(self) -> dict[str, Any]:
+        """What runs where, for `./baton status`."""
+        own = {"id": self.config.ingress_id, "requests": len(self.sessions), "draining": self.draining}
+        return {"gateway": own, **self.cluster.body(self._clock())}
+
     # ------------------------------------------------------------------------------------------ news
 
     def _on_frame(self, delivery: Delivery) -> None:
@@ -242,6 +249,7 @@ class GatewayService:
         beat: SchedulerBeat = delivery.message
         now = self._clock()
         self.liveness.heard_service("scheduler", now)
+        self.cluster.on_scheduler_beat(beat, now)
         if beat.term <= self._term:
             return
         self._term = beat.term
@@ -254,6 +262,7 @@ class GatewayService:
         self.liveness.heard_worker(beat.worker, now)
         if beat.pool == self.config.pool:
             self.liveness.heard_service(beat.role, now)
+            self.cluster.on_worker_beat(beat, now)
 
     def _on_policy_event(self, delivery: Delivery) -> None:
         self._identities.on_event(delivery.message)
@@ -268,6 +277,7 @@ class GatewayService:
     async def _tick(self) -> None:
         now = self._clock()
         self.liveness.forget_old(now)
+        self.cluster.forget_old(now)
         for session in list(self.sessions.values()):
             worker = session.stream.worker
             seen = self.liveness.worker_seen(worker)

@@ -293,3 +293,12 @@ async def test_a_trace_of_the_gateways_own_spans_without_prompt_text() -> None:
         assert {span["parent_id"] for span in spans} == {"", root["span_id"]}
         assert secret not in whole.text
         assert (await stack.client.get("/baton/traces/ffffffff", headers=admin)).status_code == 404
+
+
+async def test_an_admin_sees_requests_workers_and_scheduler() -> None:
+    async with gateway_stack() as stack:
+        assert (await stack.client.get("/baton/cluster", headers=HEADERS)).status_code == 403
+        found = (await stack.client.get("/baton/cluster", headers={"authorization": "Bearer key-admin"})).json()
+        assert found["gateway"] == {"id": "gateway-1", "requests": 0, "draining": False}
+        assert [worker["role"] for worker in found["workers"]] == ["decode"]
+        assert found["scheduler"]["term"] == 1

@@ -1,0 +1,69 @@
+"""`./baton status`: the running stack, its requests, queue and workers, as its gateway hears of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+
+from services.cli.state import StackRecord, running_stack
+
+TIMEOUT_S = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 1 when no stack is ready or its gateway does not answer."""
+    parser = argparse.ArgumentParser(prog="baton status", description="Show the running stack and its workers.")
+    parser.add_argument("--json", action="store_true", help="one JSON line instead of a table")
+    options = parser.parse_args(argv)
+    stack = running_stack(os.environ)
+    if stack is None:
+        print("no stack is running", file=sys.stderr)
+        return 1
+    cluster = _cluster(stack)
+    shown = {name: value for name, value in asdict(stack).items() if not name.endswith("_key")} | (cluster or {})
+    print(json.dumps(shown) if options.json else "\n".join(lines(shown)))
+    if cluster is None:
+        print(f"baton status: the gateway at {stack.url} does not answer", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _cluster(stack: StackRecord) -> dict[str, Any] | None:
+    headers = {"Authorization": f"Bearer {stack.admin_key}"}
+    try:
+        response = httpx.get(f"{stack.url}/baton/cluster", headers=headers, timeout=TIMEOUT_S)
+    except httpx.HTTPError:
+        return None
+    found: dict[str, Any] | None = response.json() if response.status_code == 200 else None
+    return found
+
+
+def lines(shown: Mapping[str, Any]) -> list[str]:
+    """The table: a line for the stack, one for the scheduler, one a worker. Pure."""
+    found = [f"{shown['url']}  process {shown['pid']}"]
+    if "gateway" not in shown:
+        return found
+    found[0] += f"  {shown['gateway']['requests']} requests"
+    scheduler = shown["scheduler"]
+    found.append(
+        "scheduler  not heard"
+        if scheduler is None
+        else f"scheduler  {scheduler['queued']} queued  {scheduler['running']} running  term {scheduler['term']}"
+    )
+    if shown["workers"]:
+        found.append(f"{'WORKER':<24}{'RUNNING':>8}{'WAITING':>8}{'PROMPT TOKENS':>14}{'FREE BLOCKS':>14}{'HEARD':>8}")
+    for worker in shown["workers"]:
+        free, total = sum(worker["free_blocks"]), sum(worker["total_blocks"])
+        notes = "".join(f"  {note}" for note in ("fake", "draining") if worker[note])
+        found.append(
+            f"{worker['id']:<24}{worker['running']:>8}{worker['waiting']:>8}{worker['queue_tokens']:>14}"
+            f"{f'{free}/{total}':>14}{worker['age_s']:>7.1f}s{notes}"
+        )
+    return found

@@ -1,0 +1,72 @@
+"""What a gateway knows of the stack's load: the last beat of every worker and of the leading scheduler. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.contracts.ids import WorkerId
+from shared.contracts.messages import SchedulerBeat, WorkerBeat
+
+FORGET_S = 10.0
+"""Who was silent for so long is gone: the lease that workers have at the scheduler by default."""
+
+
+class Cluster:
+    """The newest beats. Times are passed in, monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._workers: dict[WorkerId, tuple[WorkerBeat, float]] = {}
+        self._scheduler: tuple[SchedulerBeat, float] | None = None
+
+    def on_worker_beat(self, beat: WorkerBeat, now: float) -> None:
+        """A worker told how it is."""
+        self._workers[beat.worker] = (beat, now)
+
+    def on_scheduler_beat(self, beat: SchedulerBeat, now: float) -> None:
+        """The leader told what it has queued and placed. One of an older term changes nothing."""
+        if self._scheduler is None or beat.term >= self._scheduler[0].term:
+            self._scheduler = (beat, now)
+
+    def forget_old(self, now: float) -> None:
+        """Drop workers that fell silent."""
+        for worker in [w for w, (_, heard) in self._workers.items() if now - heard > FORGET_S]:
+            del self._workers[worker]
+
+    def body(self, now: float) -> dict[str, Any]:
+        """`scheduler` (None when silent) and `workers`, by role and id; `age_s`: seconds since the beat."""
+        self.forget_old(now)
+        known = sorted(self._workers.values(), key=lambda entry: (entry[0].role, entry[0].worker))
+        heard = self._scheduler
+        silent = heard is None or now - heard[1] > FORGET_S
+        return {
+            "scheduler": None if heard is None or silent else _scheduler(heard[0], now - heard[1]),
+            "workers": [_worker(beat, now - at) for beat, at in known],
+        }
+
+
+def _scheduler(beat: SchedulerBeat, age_s: float) -> dict[str, Any]:
+    return {
+        "id": beat.scheduler_id,
+        "term": beat.term,
+        "queued": beat.queued,
+        "running": beat.running,
+        "age_s": round(age_s, 3),
+    }
+
+
+def _worker(beat: WorkerBeat, age_s: float) -> dict[str, Any]:
+    return {
+        "id": beat.worker,
+        "role": beat.role,
+        "pool": beat.pool,
+        "incarnation": beat.incarnation,
+        "fake": beat.fake,
+        "draining": beat.draining,
+        "running": beat.running,
+        "waiting": beat.waiting,
+        "attempts": len(beat.attempts),
+        "queue_tokens": beat.queue_tokens,
+        "free_blocks": list(beat.free_blocks),
+        "total_blocks": list(beat.total_blocks),
+        "age_s": round(age_s, 3),
+    }

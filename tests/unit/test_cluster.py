@@ -1,0 +1,64 @@
+"""What the gateway tells an operator of workers and scheduler, and how `./baton status` prints it."""
+
+from __future__ import annotations
+
+from services.cli.status import lines
+from services.gateway.cluster import FORGET_S, Cluster
+from shared.contracts.ids import Incarnation, Term, WorkerId
+from shared.contracts.messages import SchedulerBeat, WorkerBeat
+
+
+def worker_beat(worker: str, role: str = "decode", number: int = 1, free: int = 8, fake: bool = False) -> WorkerBeat:
+    return WorkerBeat(
+        worker=WorkerId(worker),
+        role=role,
+        pool="default",
+        incarnation=Incarnation(1),
+        boot_id="b",
+        host="h",
+        number=number,
+        free_blocks=(free,),
+        total_blocks=(8,),
+        running=8 - free,
+        fake=fake,
+    )
+
+
+def scheduler_beat(term: int, queued: int = 0) -> SchedulerBeat:
+    return SchedulerBeat(pool="default", term=Term(term), scheduler_id=f"s{term}", queued=queued)
+
+
+def test_the_newest_beats_are_shown_by_role_with_their_age() -> None:
+    # Given two workers and a scheduler that were heard
+    cluster = Cluster()
+    cluster.on_worker_beat(worker_beat("p-1", "prefill"), 1.0)
+    cluster.on_worker_beat(worker_beat("d-1", free=8), 1.0)
+    cluster.on_worker_beat(worker_beat("d-1", free=5), 2.0)
+    cluster.on_scheduler_beat(scheduler_beat(2, queued=3), 2.0)
+    # When a deposed leader is heard late
+    cluster.on_scheduler_beat(scheduler_beat(1, queued=9), 2.4)
+    # Then the newest word of each counts
+    body = cluster.body(2.5)
+    assert [(w["id"], w["free_blocks"], w["age_s"]) for w in body["workers"]] == [("d-1", [5], 0.5), ("p-1", [8], 1.5)]
+    assert (body["scheduler"]["id"], body["scheduler"]["queued"]) == ("s2", 3)
+
+
+def test_who_falls_silent_is_dropped() -> None:
+    cluster = Cluster()
+    assert cluster.body(0.0) == {"scheduler": None, "workers": []}
+    cluster.on_worker_beat(worker_beat("d-1"), 0.0)
+    cluster.on_scheduler_beat(scheduler_beat(1), 0.0)
+    assert cluster.body(FORGET_S)["workers"]
+    assert cluster.body(FORGET_S + 0.1) == {"scheduler": None, "workers": []}
+
+
+def test_status_prints_a_line_a_worker_and_labels_fakes() -> None:
+    cluster = Cluster()
+    cluster.on_worker_beat(worker_beat("d-1", free=5, fake=True), 0.0)
+    gateway = {"id": "gateway-1", "requests": 2, "draining": False}
+    shown = {"url": "http://h:1", "pid": 7, "gateway": gateway, **cluster.body(0.5)}
+    stack, scheduler, _, worker = lines(shown)
+    assert stack == "http://h:1  process 7  2 requests"
+    assert scheduler == "scheduler  not heard"
+    assert worker.split() == ["d-1", "3", "0", "0", "5/8", "0.5s", "fake"]
+    assert lines({"url": "http://h:1", "pid": 7}) == ["http://h:1  process 7"]
