@@ -128,7 +128,7 @@ async def _start(
 ) -> _Ready:
     credentials = ensure_credentials(state.secrets)
     _fresh_logs(state)
-    settings = await asyncio.to_thread(_with_model, settings, env, progress)
+    settings = await asyncio.to_thread(_with_model, _with_tenants(settings), env, progress)
     progress.done(f"model {settings.model.path}")
 
     plan = StackPlan(settings, state, credentials, not settings.bus.nats_url, not settings.store.redis_url)
@@ -148,6 +148,16 @@ async def _start(
     record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid())
     screen = ready_screen(plan.settings, url, credentials.api_key, state.logs, progress.elapsed_s, token_s)
     return _Ready(record, screen)
+
+
+def _with_tenants(settings: Settings) -> Settings:
+    """Settings with the tenants' file as an absolute path: services run in a folder of their own."""
+    if not settings.policy.tenants_file:
+        return settings
+    path = Path(settings.policy.tenants_file).expanduser().absolute()
+    if not path.is_file():
+        raise SettingsError(f"file of tenants {path} does not exist", param="policy.tenants_file")
+    return _updated(settings, "policy", tenants_file=str(path))
 
 
 def _with_model(settings: Settings, env: Mapping[str, str], progress: Progress) -> Settings:

@@ -1,5 +1,10 @@
-"""The first tenants, from a 0600 JSON file. Applied at every start; a tenant whose entry has not changed is left alone,
-so what an administrator changed since stays changed, and a revoked key stays revoked."""
+"""Tenants from 0600 JSON files: the first ones (`BATON_BOOTSTRAP_FILE`) and the operator's (`policy.tenants_file`).
+
+Applied at every start; a tenant whose entry has not changed is left alone, so what an administrator changed since stays
+changed, and a revoked key stays revoked.
+
+{"tenants": [{"id": "acme", "keys": [{"id": "first", "hash": "<hex SHA-256 of the API key>"}]}]}
+"""
 
 from __future__ import annotations
 

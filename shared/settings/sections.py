@@ -71,6 +71,7 @@ class PolicySettings(Section):
     requests_per_minute: int = Field(0, ge=0, description="requests a tenant may start in a minute")
     tokens_per_minute: int = Field(0, ge=0, description="prompt and output tokens a tenant may use in a minute")
     default_max_tokens: int = Field(1024, ge=1, description="output tokens when a request names no max_tokens")
+    tenants_file: str = Field("", description="0600 JSON file of more tenants and key hashes, applied at every start")
 
 
 class BusSettings(Section):
