@@ -24,6 +24,7 @@ from services.cli.supervisor import Supervisor
 from services.cli.topology import StackPlan, instance_names, service_spec, stop_order
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.stop import stop_on_signals
+from shared.model.folder import check_model_folder
 from shared.settings.load import load_settings, settings_file
 from shared.settings.sections import Settings
 
@@ -166,6 +167,7 @@ def _with_model(settings: Settings, env: Mapping[str, str], progress: Progress) 
         path = Path(settings.model.path).expanduser().absolute()
         if not path.is_dir():
             raise SettingsError(f"model folder {path} does not exist", param="model.path")
+        check_model_folder(path, weights=not settings.workers.fake)
     else:
         from shared.model.fetch import cache_dir, fetch_default_model
 

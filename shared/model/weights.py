@@ -5,7 +5,6 @@ Knows names, shapes and files; knows nothing about how a weight is used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from shared.contracts.errors import SettingsError
 from shared.model.config import ModelConfig
+from shared.model.folder import weight_files
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _CHUNK_BYTES = 1 << 24
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints carry this table; it follows from the configuration."""
@@ -113,20 +111,6 @@ class Weights:
             tied_head = config.tied_embeddings and name == "lm_head.weight"
             if name not in expected and not tied_head and not name.endswith(_IGNORED_SUFFIX):
                 raise SettingsError(f"{path}: tensor {name} is not part of this architecture", param=name)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in order: one file, or those its index names."""
-    index = folder / INDEX
-    if (folder / SINGLE).exists() or not index.exists():
-        return [folder / SINGLE]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
-        raise SettingsError(f"{index} is not an index of weight files", param=INDEX) from exc
-    if any(Path(name).name != name for name in names):
-        raise SettingsError(f"{index} names a file outside its folder", param=INDEX)
-    return [folder / name for name in names]
 
 
 def model_digest(folder: Path) -> str:
