@@ -153,12 +153,12 @@ async def _start(
 
 def _with_tenants(settings: Settings) -> Settings:
     """Settings with the tenants' file as an absolute path: services run in a folder of their own."""
-    if not settings.policy.tenants_file:
+    if not settings.policy.tenants:
         return settings
-    path = Path(settings.policy.tenants_file).expanduser().absolute()
+    path = Path(settings.policy.tenants).expanduser().absolute()
     if not path.is_file():
-        raise SettingsError(f"file of tenants {path} does not exist", param="policy.tenants_file")
-    return _updated(settings, "policy", tenants_file=str(path))
+        raise SettingsError(f"file of tenants {path} does not exist", param="policy.tenants")
+    return _updated(settings, "policy", tenants=str(path))
 
 
 def _with_model(settings: Settings, env: Mapping[str, str], progress: Progress) -> Settings:

@@ -31,7 +31,7 @@ async def main(runtime: Runtime) -> None:
         connect_redis(settings.store.redis_url, password=runtime.secret_text(REDIS_PASSWORD_VARIABLE))
     )
     records = Records(redis)
-    for path in filter(None, (runtime.env.get(BOOTSTRAP_VARIABLE), settings.policy.tenants_file)):
+    for path in filter(None, (runtime.env.get(BOOTSTRAP_VARIABLE), settings.policy.tenants)):
         await apply_bootstrap(read_bootstrap(Path(path)), records)
     defaults = Defaults(
         limits=Limits(settings.policy.requests_per_minute, settings.policy.tokens_per_minute),

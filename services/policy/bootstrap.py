@@ -1,4 +1,4 @@
-"""Tenants from 0600 JSON files: the first ones (`BATON_BOOTSTRAP_FILE`) and the operator's (`policy.tenants_file`).
+"""Tenants from 0600 JSON files: the first ones (`BATON_BOOTSTRAP_FILE`) and the operator's (`policy.tenants`).
 
 Applied at every start; a tenant whose entry has not changed is left alone, so what an administrator changed since stays
 changed, and a revoked key stays revoked.

@@ -60,8 +60,8 @@ class SchedulerSettings(Section):
 
     max_queued: int = Field(1024, ge=1, description="most requests waiting; the next is refused")
     slo_ttft_s: float = Field(60.0, gt=0, description="predicted time to first token above this is refused, seconds")
-    beat_s: float = Field(1.0, gt=0, description="interval of beats, seconds")
-    worker_timeout_s: float = Field(10.0, gt=0, description="silence after which a worker counts as lost, seconds")
+    beat_s: float = Field(1.0, gt=0, description="interval of the scheduler's beats, seconds")
+    worker_timeout_s: float = Field(10.0, ge=2, description="silence after which a worker counts as lost, seconds")
     lease_s: float = Field(5.0, ge=1, description="leader's lease, seconds")
 
 
@@ -71,7 +71,7 @@ class PolicySettings(Section):
     requests_per_minute: int = Field(0, ge=0, description="requests a tenant may start in a minute")
     tokens_per_minute: int = Field(0, ge=0, description="prompt and output tokens a tenant may use in a minute")
     default_max_tokens: int = Field(1024, ge=1, description="output tokens when a request names no max_tokens")
-    tenants_file: str = Field("", description="0600 JSON file of more tenants and key hashes, applied at every start")
+    tenants: str = Field("", description="0600 JSON file of more tenants and key hashes, applied at every start")
 
 
 class BusSettings(Section):
