@@ -94,12 +94,9 @@ class Held:
         return "handed_off" if self.sink is not None and self.sink.state in ("waiting", "done") else "local"
 
     def account(self, choice: Choice, totals: Totals) -> Totals:
-        """The batcher's totals with the seconds and bytes it does not know."""
-        started = self.kv_ready_at or self.reserved_at
+        """The batcher's totals with the wall time and bytes it does not know."""
         return msgspec.structs.replace(
             totals,
-            prefill_s=max(0.0, choice.first_at - started) if choice.timings.count else 0.0,
-            decode_s=max(0.0, choice.last_at - choice.first_at),
             first_token_s=max(0.0, choice.first_at - self.reserved_at) if choice.timings.count else 0.0,
             bytes_pulled=self.pulls.num_bytes if choice is self.choices[0] else 0,
         )

@@ -34,7 +34,7 @@ class GroupTags(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A worker's account of one attempt. Token counts; seconds of engine time."""
+    """A worker's account of one attempt: token counts, and seconds of engine time, which add up over its requests."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -43,10 +43,10 @@ class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
     received_tokens: int = 0  # KV that came by hand-off
     wasted_tokens: int = 0  # computed and thrown away
     checksum: bytes = b""  # BLAKE2b-128 over the completion's token ids (u32 LE)
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
+    prefill_s: float = 0.0  # its share, by tokens, of the steps that computed tokens it came with
+    decode_s: float = 0.0  # the same for tokens sampled here
     bytes_pulled: int = 0
-    first_token_s: float = 0.0  # from reservation to first sampled token
+    first_token_s: float = 0.0  # wall time from reservation to first sampled token
 
 
 class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,7 +77,11 @@ class AttemptProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Coefficients of the one step-time model, seconds: T = base + token·n + sequence·B + context·ΣS."""
+    """Coefficients of the one step-time model, seconds: T = base + token·n + sequence·B + context·C.
+
+    n counts a step's tokens, B its sequences, and C the positions those tokens attend to, summed over the tokens: a
+    decode row attends to its sequence's length, n tokens from position `start` to n·start + n(n + 1)/2.
+    """
 
     base_s: float = 0.0
     token_s: float = 0.0
@@ -107,7 +111,7 @@ class ExtendRun(msgspec.Struct, frozen=True, omit_defaults=True):
     group: int
     grant: SignedGrant
     token_ids: bytes  # of the new blocks only, whole blocks
-    blocks: tuple[BlockRef, ...]  # without digests
+    blocks: tuple[BlockRef, ...]  # without digests; block id -1 where a block only leads to the others
     parent: BlockTag = BlockTag(b"")
 
 

@@ -253,7 +253,8 @@ class Batcher:
         _require_fit(plan, output)
         self._in_flight.popleft()
         for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
-            self._commit_row(row, sampled, bad=i in output.bad_rows)
+            share_s = output.duration_s * len(row.token_ids) / plan.num_tokens
+            self._commit_row(row, sampled, share_s, bad=i in output.bad_rows)
         return self.take_updates()
 
     def fail_step(self, step: int, detail: str) -> list[SequenceUpdate]:
@@ -365,9 +366,10 @@ class Batcher:
             raise ValueError(f"step {step} is not the oldest in flight")
         return self._in_flight[0]
 
-    def _commit_row(self, row: ScheduledSequence, sampled: Seq[int], bad: bool) -> None:
+    def _commit_row(self, row: ScheduledSequence, sampled: Seq[int], share_s: float, bad: bool) -> None:
         seq = self._sequences[row.seq_id]
         seq.steps_in_flight -= 1
+        seq.spent(row.start, share_s)
         if bad:
             self._condemn(seq)
             self._fail(seq, "the logits were not finite")

@@ -107,7 +107,7 @@ class SequenceUpdate:
     num_computed_tokens: int  # KV of [0, num_computed_tokens) is final
     completed: tuple[tuple[CompletedBlock, ...], ...]  # per layer group, since the last update
     finish: str = ""  # "" | stop | length | computed | error
-    totals: Totals | None = None  # with `finish`; seconds and bytes are not the batcher's to know
+    totals: Totals | None = None  # with `finish`; wall times and bytes are not the batcher's to know
     detail: str = ""  # with finish == "error": for logs
 
 
@@ -130,6 +130,8 @@ class Sequence:
     kept_for_peer: bool = field(init=False)  # a peer will pull its blocks
     awaiting_kv: bool = field(init=False)
     finish: str = ""
+    prefill_s: float = 0.0  # its share, by tokens, of the steps that computed tokens it came with
+    decode_s: float = 0.0  # the same for tokens sampled here
     _reported: list[int] = field(init=False)  # blocks per group named in updates so far
 
     def __post_init__(self) -> None:
@@ -191,6 +193,13 @@ class Sequence:
             sampling=self.spec.sampling if samples else None,
             stored_from=self.num_cached_tokens,
         )
+
+    def spent(self, start: int, seconds: float) -> None:
+        """A step that computed the tokens from position `start` on has ended; `seconds` is this sequence's share."""
+        if start < len(self.spec.token_ids):
+            self.prefill_s += seconds
+        else:
+            self.decode_s += seconds
 
     def append(self, sampled: Seq[int]) -> tuple[int, ...]:
         """Take tokens of a step that has ended, up to the first that finishes; returns those taken.
@@ -263,4 +272,6 @@ class Sequence:
             received_tokens=max(0, self.num_received_tokens - self.num_cached_tokens),
             wasted_tokens=min(self.num_scheduled_tokens, max(0, self.num_computed_tokens - needed)),
             checksum=completion_checksum(completion),
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
         )

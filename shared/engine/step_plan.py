@@ -21,9 +21,7 @@ class ScheduledSequence:
     start: int  # absolute position of the first token computed in this step
     token_ids: tuple[int, ...]  # IN_FLIGHT where the step before has not returned yet (only the last entries)
     block_tables: tuple[tuple[int, ...], ...]  # one per layer group; covers [0, start + len(token_ids))
-    num_logits: (
-        int  # trailing rows whose logits are computed: 0 inside a prompt, 1 for a sample, k + 1 for verification
-    )
+    num_logits: int  # trailing rows with logits: 0 inside a prompt, 1 for a sample, k + 1 for verification
     sampling: SamplingParams | None  # None: rows of logits are computed but nothing is sampled
     stored_from: int = 0  # positions below this are already stored in shared blocks: their KV is not written again
 
@@ -47,4 +45,4 @@ class StepOutput:
     step: int
     sampled: tuple[tuple[int, ...], ...]  # per sequence: one token id per logits row, () where nothing was sampled
     bad_rows: frozenset[int] = field(default_factory=frozenset)  # indices of sequences whose logits were not finite
-    duration_s: float = 0.0
+    duration_s: float = 0.0  # shared out among the sequences by their tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -710,3 +711,20 @@ def test_the_machine_finds_a_broken_fence(monkeypatch: pytest.MonkeyPatch) -> No
     mutated = settings(_SETTINGS, database=None, print_blob=False, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, KeyError, ValueError, FlakyFailure)):
         run_state_machine_as_test(BatcherMachine, settings=mutated)
+
+
+def test_a_step_is_shared_out_by_tokens_into_seconds_of_prompt_and_of_output() -> None:
+    batcher = make_batcher()
+    batcher.reserve(make_spec("a", prompt=6, max_tokens=2))
+    plan = batcher.plan()
+    assert plan is not None
+    batcher.commit(replace(output_of(plan, fifty), duration_s=1.0))
+    batcher.reserve(make_spec("b", prompt=3, max_tokens=1))
+    plan = batcher.plan()
+    assert shape(plan) == [("a", 6, 1), ("b", 0, 3)]
+    assert plan is not None
+    ended = {u.seq_id: u.totals for u in batcher.commit(replace(output_of(plan, fifty), duration_s=8.0))}
+    assert ended["a"] is not None
+    assert (ended["a"].prefill_s, ended["a"].decode_s) == (1.0, 2.0)
+    assert ended["b"] is not None
+    assert (ended["b"].prefill_s, ended["b"].decode_s) == (6.0, 0.0)
