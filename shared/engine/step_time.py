@@ -61,43 +61,53 @@ class StepObservation:
 class StepTimeFit:
     """A model refined by observations: least squares of *relative* errors, older ones fading away.
 
-    Relative, so that decode steps of a few milliseconds count as much as long prefill steps. What the observations say
-    nothing about stays near `prior`. Begin with `fit_all`, of no observations if there are none.
+    Relative, so that decode steps of a few milliseconds count as much as long prefill steps, and a stall counts little.
+    What the observations say nothing about stays as it is: a worker that only decodes does not forget what a prompt
+    costs.
     """
 
-    prior: StepTimeModel = DEFAULT_MODEL
     model: StepTimeModel = DEFAULT_MODEL
     memory: float = 0.99  # weight an observation keeps with each later one: 0.99 looks back about 100 steps
-    ridge: float = 1e-3  # pull towards the prior, in observations
+    ridge: float = 1e-3  # pull towards the model so far, in observations
     _gram: Matrix = (_ZERO, _ZERO, _ZERO, _ZERO)
     _moment: Features = _ZERO
 
     def refine(self, observation: StepObservation) -> StepTimeFit:
         """The fit after one more step; observations without tokens or duration change nothing."""
-        if observation.num_tokens <= 0 or observation.duration_s < _MIN_DURATION_S:
+        return self._with([observation], self.memory)
+
+    def _with(self, observations: Iterable[StepObservation], memory: float) -> StepTimeFit:
+        gram, moment, taken = self._gram, self._moment, 0
+        for o in observations:
+            if o.num_tokens > 0 and o.duration_s >= _MIN_DURATION_S:
+                taken += 1
+                gram, moment = _add(gram, moment, o, memory)
+        if not taken:
             return self
-        raw = (1.0, observation.num_tokens, observation.num_seqs, observation.context_tokens)
-        row = tuple(value / observation.duration_s for value in raw)
-        gram = tuple(
-            tuple(self.memory * g + row[i] * row[j] for j, g in enumerate(line)) for i, line in enumerate(self._gram)
-        )
-        moment = tuple(self.memory * m + row[i] for i, m in enumerate(self._moment))
-        return StepTimeFit(
-            prior=self.prior,
-            model=_solve_non_negative(gram, moment, self.prior, self.ridge),
-            memory=self.memory,
-            ridge=self.ridge,
-            _gram=gram,  # type: ignore[arg-type]
-            _moment=moment,  # type: ignore[arg-type]
-        )
+        model = _solve_non_negative(gram, moment, self.model, self.ridge)
+        return StepTimeFit(model, self.memory, self.ridge, gram, moment)
+
+
+def _add(gram: Matrix, moment: Features, o: StepObservation, memory: float) -> tuple[Matrix, Features]:
+    raw = (1.0, o.num_tokens, o.num_seqs, o.context_tokens)
+    row = tuple(value / o.duration_s for value in raw)
+    new_gram = tuple(tuple(memory * g + row[i] * row[j] for j, g in enumerate(line)) for i, line in enumerate(gram))
+    return new_gram, tuple(memory * m + row[i] for i, m in enumerate(moment))  # type: ignore[return-value]
+
+
+def fastest(observations: Iterable[StepObservation]) -> list[StepObservation]:
+    """Of repeats of the same step the fastest: what others did on the machine meanwhile only makes a step slower."""
+    best: dict[tuple[int, int, int], StepObservation] = {}
+    for o in observations:
+        known = best.setdefault((o.num_tokens, o.num_seqs, o.context_tokens), o)
+        if o.duration_s < known.duration_s:
+            best[o.num_tokens, o.num_seqs, o.context_tokens] = o
+    return list(best.values())
 
 
 def fit_all(observations: Iterable[StepObservation], prior: StepTimeModel = DEFAULT_MODEL) -> StepTimeFit:
     """A fit of many steps at once, as measured at start; all weigh the same in it."""
-    fit = StepTimeFit(prior, prior, memory=1.0)
-    for observation in observations:
-        fit = fit.refine(observation)
-    return StepTimeFit(prior, fit.model, _gram=fit._gram, _moment=fit._moment)
+    return StepTimeFit(prior)._with(observations, memory=1.0)
 
 
 def context_of(plan: StepPlan) -> int:

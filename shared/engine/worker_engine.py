@@ -2,15 +2,19 @@
 
 Start-up of a real worker, in this order: sweep pool files nobody owns, load the model, prove that exact mode holds on
 this machine, make the pool, run one step so that nothing is lazy later, time a few steps for the step-time model.
+Workers that start together are timed one after the other, or each would measure the other's work.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +27,7 @@ from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.engine import Engine, Runner
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
-from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fit_all
+from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fastest, fit_all
 from shared.kv.layout import PoolLayout
 
 log = logging.getLogger("baton.worker")
@@ -31,10 +35,15 @@ log = logging.getLogger("baton.worker")
 WARM_TIMEOUT_S = 120.0
 CALIBRATION = ((1, 1), (32, 1), (1, 4), (128, 1), (128, 3))
 """(tokens, sequences) of the timed steps; what exceeds the budget or the pool is left out."""
-CALIBRATION_S = 1.0
+CALIBRATION_ROUNDS = 3
+"""How often each is timed; the fastest counts."""
+CALIBRATION_S = 1.5
 """No further step is timed after this long; running steps refine the model anyway."""
+CALIBRATION_WAIT_S = 4.0
+"""How long a worker waits for its turn to be timed; then it is timed beside the others."""
 REFINE_EVERY = 8
-"""Steps between refinements of the step-time model: it costs about as much as a small step's bookkeeping."""
+"""Decode steps between refinements of the step-time model, which cost about a small step's bookkeeping. Steps with
+prompt tokens are rarer, cost more and tell more: each one refines it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +131,18 @@ class WorkerEngine:
         """
         self.engine.start()
         if self.facts.fake:
-            self._fit = StepTimeFit(*(fake_step_time(self.options.fake_speed),) * 2)
+            self._fit = StepTimeFit(fake_step_time(self.options.fake_speed))
             return
         self._calibrating = True
-        self._run_steps([(1, 1), *(CALIBRATION if self.options.calibrate else ())])
-        self._calibrating = False
+        self._run_steps([(1, 1)])
         # The first step paid for what is made lazily.
-        if self._observed[1:]:
-            self._fit = fit_all(self._observed[1:])
+        self._observed.clear()
+        if self.options.calibrate:
+            with _timed_alone(self.options.kv_dir):
+                self._run_steps(list(CALIBRATION) * CALIBRATION_ROUNDS)
+        self._calibrating = False
+        if self._observed:
+            self._fit = fit_all(fastest(self._observed))
 
     def stop(self, timeout_s: float) -> None:
         """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
@@ -142,14 +155,14 @@ class WorkerEngine:
             self._observed.append(observation)
             return
         self._steps += 1
-        if self._steps % REFINE_EVERY == 0:
+        if observation.num_tokens > observation.num_seqs or self._steps % REFINE_EVERY == 0:
             self._fit = self._fit.refine(observation)
 
     def _run_steps(self, shapes: list[tuple[int, int]]) -> None:
         slots = self.facts.layout.num_blocks[0] * self.facts.layout.groups[0].block_size
         most = min(self.options.token_budget, slots)
         for number, (num_tokens, num_seqs) in enumerate(shapes):
-            if sum(o.duration_s for o in self._observed[1:]) > CALIBRATION_S:
+            if sum(o.duration_s for o in self._observed) > CALIBRATION_S:
                 break
             if num_tokens * num_seqs <= most and num_seqs <= self.options.max_num_seqs:
                 each = min(num_tokens, self.facts.max_positions)
@@ -189,6 +202,30 @@ class WorkerEngine:
             self.engine.call(cancel).result(WARM_TIMEOUT_S)
         finally:
             self.on_updates = lambda updates: None
+
+
+@contextlib.contextmanager
+def _timed_alone(folder: Path) -> Iterator[None]:
+    """Hold the machine's turn at timing steps, or go on without it after `CALIBRATION_WAIT_S`.
+
+    The turn is a lock on the pools' folder itself: it leaves no file, and ends with its process.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + CALIBRATION_WAIT_S
+        while not _locked(fd) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _ModelSteps:

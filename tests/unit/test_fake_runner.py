@@ -18,6 +18,7 @@ from shared.engine.step_time import (
     StepTimeModel,
     chunk_context,
     context_of,
+    fastest,
     fit_all,
 )
 
@@ -93,6 +94,41 @@ def test_a_fit_without_variety_predicts_what_it_saw_and_stays_positive() -> None
     assert min(fit.model.base_s, fit.model.token_s, fit.model.sequence_s, fit.model.context_s) >= 0
     assert fit.refine(StepObservation(0, 0, 0, 1.0)) is fit
     assert fit.refine(StepObservation(1, 1, 1, 0.0)) is fit
+
+
+def test_of_repeats_the_fastest_counts() -> None:
+    slow, fast, other = StepObservation(8, 1, 36, 0.9), StepObservation(8, 1, 36, 0.2), StepObservation(1, 1, 1, 0.1)
+    assert fastest([slow, other, fast, slow]) == [fast, other]
+
+
+SMALL = StepTimeModel(0.05, 0.002, 1e-3, 1e-7)
+
+
+def decodes(rng: random.Random) -> StepObservation:
+    num_seqs = rng.randint(1, 8)
+    context = sum(rng.randint(50, 1000) for _ in range(num_seqs))
+    seconds = SMALL.predict(num_seqs, num_seqs, context) * rng.uniform(0.9, 1.2)
+    return StepObservation(num_seqs, num_seqs, context, seconds)
+
+
+def test_a_bad_start_is_mended_by_a_few_steps_with_prompts() -> None:
+    shapes = ((1, 1), (32, 1), (4, 4), (128, 1))
+    start = [StepObservation(n, b, n * n // (2 * b), SMALL.predict(n, b, 0) * 4) for n, b in shapes]
+    fit, rng = fit_all(start), random.Random(3)
+    assert fit.model.predict(128, 1, 8256) > 3 * SMALL.predict(128, 1, 8256)
+    for _ in range(12):
+        num_tokens = rng.randint(16, 128)
+        context = chunk_context(rng.randint(0, 1000), num_tokens)
+        seconds = SMALL.predict(num_tokens, 1, context) * rng.uniform(0.9, 1.2)
+        fit = fit.refine(StepObservation(num_tokens, 1, context, seconds)).refine(decodes(rng))
+    assert fit.model.predict(128, 1, 8256) == pytest.approx(SMALL.predict(128, 1, 8256), rel=0.25)
+
+
+def test_a_worker_that_only_decodes_does_not_forget_what_a_prompt_costs() -> None:
+    fit, rng = fit_all(observe(SMALL, 40)), random.Random(4)
+    for _ in range(3000):
+        fit = fit.refine(decodes(rng))
+    assert fit.model.predict(128, 1, 8256) == pytest.approx(SMALL.predict(128, 1, 8256), rel=0.3)
 
 
 def test_coefficients_never_turn_negative() -> None:

@@ -1,0 +1,78 @@
+"""What a worker measures at its start."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.ids import WorkerId
+from shared.engine import worker_engine
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.engine.step_time import StepTimeModel, context_of
+from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions
+from shared.engine.worker_fake import FakePool
+from shared.kv.layout import LayerGroup, PoolLayout
+
+TRUTH = StepTimeModel(2e-3, 1e-4, 1e-3, 0.0)
+
+
+class Machine:
+    """One core for all workers: steps at the same time slow one another down."""
+
+    def __init__(self) -> None:
+        self.busy = 0
+        self.most = 0
+        self.lock = threading.Lock()
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        with self.lock:
+            self.busy += 1
+            self.most = max(self.most, self.busy) if plan.num_tokens > 1 else self.most
+            seconds = TRUTH.predict(plan.num_tokens, len(plan.sequences), context_of(plan)) * self.busy
+        time.sleep(seconds)
+        with self.lock:
+            self.busy -= 1
+        return StepOutput(plan.step, ((),) * len(plan.sequences), duration_s=seconds)
+
+    def zero_blocks(self, blocks: object) -> None:
+        """Nothing to overwrite."""
+
+
+def make_worker(folder: Path, name: str, machine: Machine) -> WorkerEngine:
+    layout = PoolLayout((LayerGroup("full", (0,), 1, 2, 32, "int8"),), (32,))
+    facts = WorkerFacts(layout, "f", "n", "m", frozenset(), 8192, fake=False)
+    options = WorkerOptions(folder, folder, token_budget=512)
+    return WorkerEngine(options, facts, FakePool(folder, WorkerId(name), layout), machine)
+
+
+def start_together(workers: list[WorkerEngine]) -> None:
+    threads = [threading.Thread(target=worker.start) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_workers_that_start_together_are_timed_one_after_the_other(tmp_path: Path) -> None:
+    machine = Machine()
+    workers = [make_worker(tmp_path, f"decode-{i}", machine) for i in range(3)]
+    start_together(workers)
+    assert machine.most == 1
+    for worker in workers:
+        model = worker.step_model
+        predicted = StepTimeModel(model.base_s, model.token_s, model.sequence_s, model.context_s).predict(128, 1, 8256)
+        assert predicted == pytest.approx(TRUTH.predict(128, 1, 8256), rel=0.5)
+        worker.stop(2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_does_not_wait_for_its_turn_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_engine, "CALIBRATION_WAIT_S", 0.1)
+    worker = make_worker(tmp_path, "decode-1", Machine())
+    with worker_engine._timed_alone(tmp_path):
+        worker.start()
+    assert worker.step_model.base_s > 0
+    worker.stop(2)
