@@ -1,7 +1,7 @@
 """Which workers run a request, and whether its prompt is computed locally or handed off. Pure.
 
 Knows nothing of clocks, queues or the bus: it sees what workers last said of themselves and how much of the prompt
-each holds. The one step-time model, T = base + token·n + sequence·B + context·ΣS, comes from the workers' beats.
+each holds. The one step-time model comes from the workers' beats; `StepModel` says what its terms count.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.parts import StepModel
+from shared.engine.step_time import chunk_context
 
 LOCAL = "local"
 HANDED_OFF = "handed_off"
@@ -29,6 +30,7 @@ class WorkerView:
     free_blocks: tuple[int, ...] = ()  # per layer group
     total_blocks: tuple[int, ...] = ()
     block_sizes: tuple[int, ...] = ()
+    token_bytes: int = 0  # KV of one token over all groups
     token_budget: int = DEFAULT_TOKEN_BUDGET  # most tokens in one step
     running: int = 0
     waiting: int = 0
@@ -70,12 +72,11 @@ class Ask:
 class HandoffCost:
     """What moving KV between two workers costs."""
 
-    token_bytes: int = 46_080  # KV of one token
-    bandwidth_bytes_s: float = 2e9
-    hop_s: float = 0.01  # messages, digest, and the decode worker's wake-up
+    bandwidth_bytes_s: float = 2e9  # both digests and the copy; one core measured: 1.8e9 on first touch, then 5.4e9
+    hop_s: float = 0.01  # messages, and the decode worker's wake-up
 
-    def seconds(self, num_tokens: int) -> float:
-        return self.hop_s + num_tokens * self.token_bytes / self.bandwidth_bytes_s
+    def seconds(self, num_bytes: int) -> float:
+        return self.hop_s + num_bytes / self.bandwidth_bytes_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +95,30 @@ class Choice:
     numerics: str = ""
 
 
-def steps_s(model: StepModel, num_tokens: int, *, start: int, chunk: int, running: int) -> float:
-    """Seconds a worker takes to compute `num_tokens` from position `start`, `chunk` a step beside `running` decodes."""
-    total, done = 0.0, 0
-    while done < num_tokens:
-        n = min(chunk, num_tokens - done)
-        done += n
-        total += model.base_s + model.token_s * (n + running) + model.sequence_s * (running + 1)
-        total += model.context_s * (start + done)
-    return total
+def steps_s(model: StepModel, num_tokens: int, *, start: int, chunk: int, running: int, queue_tokens: int = 0) -> float:
+    """Seconds a worker takes to compute `num_tokens` from position `start`, `chunk` a step beside `running` decodes.
+
+    Args:
+        queue_tokens: other prompts' tokens computed before; where they start is not known, taken as one prompt's.
+    """
+    total = queue_tokens + num_tokens
+    steps = -(-total // chunk)
+    context = chunk_context(0, queue_tokens) + chunk_context(start, num_tokens)
+    each = model.base_s + model.token_s * running + model.sequence_s * (running + 1)
+    return steps * each + model.token_s * total + model.context_s * context
 
 
 def local_cost_s(view: WorkerView, num_uncached: int, start: int) -> float:
     """Seconds until the first token by the decode worker's own chunked prefill, and the delay to those it decodes."""
     chunk = max(1, view.token_budget - view.running)
-    own = steps_s(view.step_model, view.queue_tokens + num_uncached, start=start, chunk=chunk, running=view.running)
+    own = steps_s(
+        view.step_model,
+        num_uncached,
+        start=start,
+        chunk=chunk,
+        running=view.running,
+        queue_tokens=view.queue_tokens,
+    )
     return own + view.running * view.step_model.token_s * num_uncached
 
 
@@ -116,20 +126,37 @@ def handed_off_cost_s(prefill: WorkerView, decode: WorkerView, ask: Ask, cost: H
     """Seconds until the first token when `prefill` computes the prompt but its last token and `decode` pulls it."""
     last = ask.num_tokens - 1
     start = min(ask.held.get(prefill.worker, 0), last)
-    to_compute = prefill.queue_tokens + last - start
-    compute = steps_s(prefill.step_model, to_compute, start=start, chunk=max(1, prefill.token_budget), running=0)
+    compute = steps_s(
+        prefill.step_model,
+        last - start,
+        start=start,
+        chunk=max(1, prefill.token_budget),
+        running=0,
+        queue_tokens=prefill.queue_tokens,
+    )
     moved = last - min(ask.held.get(decode.worker, 0), last)
     first_step = steps_s(decode.step_model, 1, start=last, chunk=1, running=decode.running)
-    return compute + cost.seconds(moved) + first_step
+    return compute + cost.seconds(moved * decode.token_bytes) + first_step
 
 
 def fits(view: WorkerView, ask: Ask) -> bool:
-    """True if the worker has a slot and blocks now, or could never have them: then it is the worker that says so."""
-    if view.draining or not view.has_slot or view.worker in ask.excluded:
+    """True if the worker has a slot and blocks now."""
+    if not view.has_slot or view.worker in ask.excluded:
         return False
-    needs = ask.blocks(view)
-    never = any(n > total for n, total in zip(needs, view.total_blocks, strict=False))
-    return never or all(n <= free for n, free in zip(needs, view.free_blocks, strict=False))
+    return all(n <= free for n, free in zip(ask.blocks(view), view.free_blocks, strict=False))
+
+
+def could_ever(view: WorkerView, ask: Ask) -> bool:
+    """True if the worker would have the blocks when idle."""
+    return all(n <= total for n, total in zip(ask.blocks(view), view.total_blocks, strict=False))
+
+
+def decode_candidates(ask: Ask, views: Sequence[WorkerView]) -> list[WorkerView]:
+    """Decode workers that may be asked now. Where none could ever hold the request, one with a slot says so."""
+    decodes = [v for v in views if v.role == "decode" and not v.draining]
+    if any(could_ever(v, ask) for v in decodes):
+        return [v for v in decodes if fits(v, ask)]
+    return [v for v in decodes if v.has_slot and v.worker not in ask.excluded]
 
 
 def can_start_now(view: WorkerView, ask: Ask) -> bool:
@@ -145,7 +172,7 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
 
     Returns None when no decode worker has room: the request stays where it is in the queue.
     """
-    candidates = [v for v in views if v.role == "decode" and fits(v, ask)]
+    candidates = decode_candidates(ask, views)
     if not candidates:
         return None
 

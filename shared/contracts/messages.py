@@ -440,6 +440,7 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     kv_pool: str = ""  # file name of its pool
     draining: bool = False
     fake: bool = False
+    token_bytes: tuple[int, ...] = ()  # KV of one token, per group
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

@@ -272,6 +272,7 @@ class WorkerShell:
             kv_pool=self.core.pool.path.name,
             draining=self.draining,
             fake=facts.fake,
+            token_bytes=tuple(g.token_bytes for g in facts.layout.groups),
         )
 
 

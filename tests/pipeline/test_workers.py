@@ -305,6 +305,7 @@ async def test_beats_and_listings_say_what_is_held(tmp_path: Path) -> None:
         beat = c.driver.beats[c.decode_id]
         assert beat.fake
         assert (beat.role, beat.block_sizes, beat.kv_pool) == ("decode", (4,), "decode-1.kvpool")
+        assert beat.token_bytes == (4,)  # K and V of one head of two int8 numbers
         assert beat.fingerprint
         assert beat.numerics == "fake"
         assert beat.step_model.base_s > 0

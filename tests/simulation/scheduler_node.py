@@ -21,7 +21,7 @@ from tests.simulation.toy_model import Job
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-COST = HandoffCost(token_bytes=8, hop_s=0.002)
+COST = HandoffCost(hop_s=0.002)
 
 
 class LeaseStore:

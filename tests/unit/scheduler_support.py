@@ -39,6 +39,7 @@ def view(worker: str, role: str = "decode", **changes: Any) -> WorkerView:
         "free_blocks": (100,),
         "total_blocks": (100,),
         "block_sizes": (32,),
+        "token_bytes": 46_080,
         "token_budget": 128 if role == "decode" else 512,
         "max_sequences": 8,
         "step_model": MODEL,
@@ -56,6 +57,7 @@ def beat(worker: str, role: str = "decode", number: int = 1, **changes: Any) -> 
         "free_blocks": (100,),
         "total_blocks": (100,),
         "block_sizes": (32,),
+        "token_bytes": (46_080,),
         "token_budget": 128 if role == "decode" else 512,
         "max_sequences": 8,
         "step_model": MODEL,
@@ -136,6 +138,11 @@ class Bench:
                 self.take(self.table.events_seen(self.now, effect.ingress, effect.event.number))
             else:
                 self.effects.append(effect)
+
+    def lose(self, worker: str, reason: str = "gone") -> None:
+        lost = self.registry.lose(WorkerId(worker), self.now, reason)
+        assert lost is not None
+        self.take(self.table.worker_lost(self.now, lost))
 
     def beat(self, worker: str, role: str = "decode", **changes: Any) -> None:
         self.numbers[worker] = self.numbers.get(worker, 0) + 1

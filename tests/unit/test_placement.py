@@ -9,6 +9,7 @@ import pytest
 from services.scheduler.placement import Ask, HandoffCost, choose, handed_off_cost_s, local_cost_s
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import StepModel
+from shared.settings.sections import EngineSettings
 from tests.unit.scheduler_support import view
 
 COST = HandoffCost()
@@ -116,6 +117,37 @@ def test_only_workers_with_room_are_candidates() -> None:
 
 def test_what_can_never_fit_goes_to_a_worker_to_be_refused_there() -> None:
     assert choose(Ask(num_tokens=32 * 200), [replace(DECODE, free_blocks=(0,))], COST) is not None
+
+
+def test_too_small_a_worker_is_passed_over_while_a_larger_one_is_busy() -> None:
+    """Its "never" would end the request, which the larger one can run later."""
+    small, large = view("small", total_blocks=(10,)), view("large", free_blocks=(0,), total_blocks=(300,))
+    ask = Ask(num_tokens=32 * 200)
+    assert choose(ask, [small, large], COST) is None
+    assert choose(replace(ask, excluded=frozenset({large.worker})), [small, large], COST) is None
+    choice = choose(ask, [small, replace(large, free_blocks=(300,))], COST)
+    assert choice is not None
+    assert choice.decode_worker == "large"
+
+
+@pytest.mark.parametrize(("num_tokens", "path"), [(600, "handed_off"), (60, "local")])
+def test_paths_with_the_defaults_and_the_step_times_of_a_small_machine(num_tokens: int, path: str) -> None:
+    """SmolLM2-135M in float32 on two cores, as the workers measured it: the margin is small but there."""
+    engine = EngineSettings()
+    model = StepModel(base_s=0.05, token_s=0.0022, sequence_s=0.002)
+    decode = replace(DECODE, token_budget=engine.token_budget, step_model=model)
+    prefill = replace(PREFILL, token_budget=engine.prefill_token_budget, step_model=model)
+    choice = choose(Ask(num_tokens=num_tokens), [decode, prefill], HandoffCost())
+    assert choice is not None
+    assert (choice.path, choice.reason) == (path, "estimate")
+    cheaper, dearer = sorted((choice.local_s, choice.handed_off_s))
+    assert cheaper < 0.97 * dearer
+
+
+def test_moving_kv_costs_what_the_worker_says_a_token_takes() -> None:
+    ask = Ask(num_tokens=1_001)
+    light, heavy = (handed_off_cost_s(PREFILL, replace(DECODE, token_bytes=n), ask, COST) for n in (1_000, 2_001_000))
+    assert heavy - light == pytest.approx(1_000 * 2_000_000 / COST.bandwidth_bytes_s)
 
 
 def test_two_layer_groups_both_count() -> None:
