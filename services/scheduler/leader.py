@@ -36,24 +36,25 @@ class Leadership:
     def answered(self, asked_s: float, term: int | None) -> list[Change]:
         """What `acquire_lease`, asked at `asked_s`, returned. A new term is a new leadership: stop, then start."""
         if term is None:
-            return self._stop()
+            return self.give_up()
         if term <= self._ended:
             return [Change.RELEASE]
         self._until_s = asked_s + self.ttl_s - self.margin_s
         if self.term == term:
             return []
-        changes = self._stop()
+        changes = self.give_up()
         self.term = Term(term)
         return [*changes, Change.STARTED]
 
     def seen(self, term: Term) -> list[Change]:
         """A message showed a leader of `term`."""
-        return self._stop() if self.term is not None and term > self.term else []
+        return self.give_up() if self.term is not None and term > self.term else []
 
     def tick(self, now: float) -> list[Change]:
-        return self._stop() if now >= self._until_s else []
+        return self.give_up() if now >= self._until_s else []
 
-    def _stop(self) -> list[Change]:
+    def give_up(self) -> list[Change]:
+        """Stop leading, if we do: the term is over for good."""
         if self.term is None:
             return []
         self._ended = max(self._ended, self.term)

@@ -19,16 +19,18 @@ from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelA
 from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.leader import Change, Leadership
 from services.scheduler.place_spans import PlaceSpans, tracer
+from services.scheduler.placement import WorkerView
 from services.scheduler.record import State
 from services.scheduler.request_table import RequestTable
 from services.scheduler.settings import SchedulerConfig
-from services.scheduler.worker_registry import RefusedWorker, WorkerRegistry
-from shared.bus.bus import Bus, Delivery, Subscription
+from services.scheduler.worker_registry import LostWorker, RefusedWorker, WorkerRegistry
+from shared.bus.bus import NOBODY_LISTENS, Bus, Delivery, Subscription
 from shared.contracts import messages as m
 from shared.contracts import subjects
+from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, DeadlineExceeded, Unavailable, to_wire
 from shared.contracts.grants import Grant
-from shared.contracts.ids import RequestId, WorkerId
+from shared.contracts.ids import Epoch, RequestId, Term, WorkerId
 from shared.contracts.message import decode
 from shared.telemetry import attributes as a
 
@@ -39,6 +41,10 @@ REPLY_S = 1.0
 LEASE_CALL_S = 2.0
 FINAL_STATUSES = (400, 401, 403, 404, 413)
 """Errors that would be the same at every worker."""
+NO_ATTEMPT = Attempt(RequestId("probe"), Epoch(0))
+"""No worker holds it: to cancel it only shows whether the worker's process is there."""
+MAX_REFUSED = 256
+"""Refused workers whose log line is not repeated; a restart makes a new id."""
 
 
 class SchedulerService:
@@ -59,6 +65,8 @@ class SchedulerService:
         self._subscriptions: list[Subscription] = []
         self._loops: list[asyncio.Task[None]] = []
         self._hops: set[asyncio.Task[None]] = set()
+        self._changing = asyncio.Lock()
+        self._deaf_s = float("-inf")  # when the bus last had no connection
 
     @property
     def leading(self) -> bool:
@@ -90,13 +98,13 @@ class SchedulerService:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
+        for hop in list(self._hops):
+            hop.cancel()
+        await asyncio.gather(*self._hops, return_exceptions=True)
         led = self._leadership.term is not None
         await self._step_down()
         if led:
             await self._release()
-        for hop in list(self._hops):
-            hop.cancel()
-        await asyncio.gather(*self._hops, return_exceptions=True)
         for subscription in self._subscriptions:
             await subscription.stop()
 
@@ -120,17 +128,19 @@ class SchedulerService:
         await self._change(self._leadership.answered(asked_s, term))
 
     async def _change(self, changes: list[Change]) -> None:
-        for change in changes:
-            if change == Change.STARTED:
-                await self._step_up()
-            elif change == Change.STOPPED:
-                await self._step_down()
-            else:
+        """Bring table and service in line with the leadership. Both wait for the bus, so one change at a time."""
+        if not changes:
+            return
+        async with self._changing:
+            if Change.RELEASE in changes:
                 await self._release()
+            term = self._leadership.term
+            if self._table is not None and self._table.term != term:
+                await self._step_down()
+            if self._table is None and term is not None:
+                await self._step_up(term)
 
-    async def _step_up(self) -> None:
-        term = self._leadership.term
-        assert term is not None
+    async def _step_up(self, term: Term) -> None:
         log.info("leading pool %s in term %d", self._settings.pool, term)
         self._table = RequestTable(
             term=term,
@@ -140,7 +150,14 @@ class SchedulerService:
             cost=self._settings.cost,
             limits=self._settings.limits,
         )
-        self._serving = await self._bus.serve(subjects.sched_submit(self._settings.pool), m.Submit, self._on_submit)
+        try:
+            self._serving = await self._bus.serve(subjects.sched_submit(self._settings.pool), m.Submit, self._on_submit)
+        except BatonError as exc:
+            # a leader nobody can reach is worse than none: the next ask gives the lease up
+            log.warning("cannot serve submits, term %d is given up: %s", term, exc)
+            self._table = None
+            self._leadership.give_up()
+            return
         await self._beat()
 
     async def _step_down(self) -> None:
@@ -175,11 +192,13 @@ class SchedulerService:
 
     async def _tick(self) -> None:
         now = self._clock()
+        if not self._bus.connected:
+            self._deaf_s = now
         await self._change(self._leadership.tick(now))
         for lost in self._workers.expire(now):
-            log.warning("worker %s lost: %s", lost.worker, lost.reason)
-            if self._table is not None:
-                self._run(self._table.worker_lost(now, lost))
+            self._worker_lost(lost)
+        for view in self._workers.quiet(now, self._deaf_s):
+            self._spawn(self._ask_quiet(view))
         table = self._table
         if table is None:
             self._ingresses.expire(now)
@@ -214,6 +233,8 @@ class SchedulerService:
         beat, now = delivery.message, self._clock()
         outcome = self._workers.on_beat(now, beat)
         if outcome.refused is not None and self._refused.get(beat.worker) != outcome.refused:
+            if len(self._refused) >= MAX_REFUSED:
+                self._refused.clear()
             self._refused[beat.worker] = outcome.refused
             log.error(
                 "worker %s refused: its %s is %s, the pool's is %s",
@@ -225,12 +246,15 @@ class SchedulerService:
         if outcome.joined:
             self._refused.pop(beat.worker, None)
             log.info("worker %s joined as %s%s", beat.worker, beat.role, " (fake)" if beat.fake else "")
-        if self._table is None:
-            return
         if outcome.replaced is not None:
-            self._run(self._table.worker_lost(now, outcome.replaced))
-        if outcome.taken:
+            self._worker_lost(outcome.replaced)
+        if outcome.taken and self._table is not None:
             self._run(self._table.worker_beat(now, beat))
+
+    def _worker_lost(self, lost: LostWorker) -> None:
+        log.warning("worker %s lost: %s", lost.worker, lost.reason)
+        if self._table is not None:
+            self._run(self._table.worker_lost(self._clock(), lost))
 
     def _on_gateway_beat(self, delivery: Delivery) -> None:
         if self._table is None:
@@ -323,6 +347,23 @@ class SchedulerService:
             await self._bus.request(build(effect.worker, "cancel"), effect.message, m.Cancelled, timeout_s=REPLY_S)
         except BatonError as exc:
             log.info("cancel at %s: %s", effect.worker, exc)
+
+    async def _ask_quiet(self, view: WorkerView) -> None:
+        """A dead process has no subscription, which the bus tells at once: no need to wait for its lease to end.
+
+        An answer proves nothing, as the engine is another thread; that is judged by its progress.
+        """
+        asked_s = self._clock()
+        build = subjects.decode if view.role == "decode" else subjects.prefill
+        cancel = m.Cancel(attempt=NO_ATTEMPT, reason="probe")
+        try:
+            await self._bus.request(build(view.worker, "cancel"), cancel, m.Cancelled, timeout_s=REPLY_S)
+        except BatonError as exc:
+            log.info("quiet worker %s: %s", view.worker, exc)
+            if exc.message.endswith(NOBODY_LISTENS):
+                lost = self._workers.nobody_listens(view.worker, asked_s, self._clock())
+                if lost is not None:
+                    self._worker_lost(lost)
 
 
 async def _every(pause_s: float, step: Callable[[], Awaitable[None]]) -> None:

@@ -37,8 +37,6 @@ def scheduler_config(settings: Settings, scheduler_id: str) -> SchedulerConfig:
         limits=TableLimits(
             queue_bound=section.max_queued,
             slo_ttft_s=section.slo_ttft_s,
-            # workers beat at the same interval; half of one more for what is on its way
-            gather_s=1.5 * section.beat_s,
             lease_s=section.worker_timeout_s,
         ),
     )

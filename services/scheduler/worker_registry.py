@@ -1,8 +1,10 @@
 """Which workers a pool has, by their beats. Clock passed in (seconds, monotonic).
 
 A worker counts from its first beat until its lease ends without one, its process is replaced (a higher incarnation), or
-it is reported gone. One whose fingerprint differs from the pool's cannot exchange KV with the others and is refused.
-Between beats the registry lowers a worker's free blocks and slots by what was placed on it: the next beat corrects.
+it is found gone: one that missed two beats is asked, and when nobody listens any more its process has ended. The lease
+is for freezes and partitions. One whose fingerprint differs from the pool's cannot exchange KV with the others and is
+refused. Between beats the registry lowers a worker's free blocks and slots by what was placed on it: the next beat
+corrects.
 """
 
 from __future__ import annotations
@@ -14,6 +16,12 @@ from services.scheduler.placement import DEFAULT_TOKEN_BUDGET, WorkerView
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import WorkerBeat
 from shared.contracts.parts import AttemptProgress
+
+QUIET_S = 2.5
+"""Two beats and a half: a worker silent for longer is asked whether it is there."""
+ASK_EVERY_S = 1.0
+REMEMBER_LOST_S = 60.0
+"""How long beats a lost process sent before are known for old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,8 @@ class RefusedWorker:
 @dataclass(slots=True)
 class _Entry:
     beat: WorkerBeat
-    expires_s: float
+    heard_s: float
+    asked_s: float = float("-inf")
     placed_blocks: tuple[int, ...] = ()
     placed_sequences: int = 0
     placed_tokens: int = 0
@@ -62,6 +71,7 @@ class WorkerRegistry:
     pool: str
     lease_s: float = 10.0
     _entries: dict[WorkerId, _Entry] = field(default_factory=dict)
+    _lost: dict[WorkerId, tuple[Incarnation, int, float]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,24 +80,24 @@ class WorkerRegistry:
         return worker in self._entries
 
     def on_beat(self, now: float, beat: WorkerBeat) -> BeatOutcome:
-        """Take a beat. Stale ones (older incarnation, or not newer in number) change nothing."""
+        """Take a beat. Stale ones (older incarnation, or not newer in number) change nothing, a lost process's too."""
         if beat.pool != self.pool:
+            return BeatOutcome(taken=False)
+        incarnation, number, _ = self._lost.get(beat.worker, (Incarnation(0), 0, 0.0))
+        if (beat.incarnation, beat.number) <= (incarnation, number):
             return BeatOutcome(taken=False)
         old = self._entries.get(beat.worker)
         if old is not None:
             if (beat.incarnation, beat.number) <= (old.beat.incarnation, old.beat.number):
                 return BeatOutcome(taken=False)
             if beat.incarnation == old.beat.incarnation:
-                self._entries[beat.worker] = _Entry(beat, now + self.lease_s)
+                self._entries[beat.worker] = _Entry(beat, now)
                 return BeatOutcome(taken=True)
-            del self._entries[beat.worker]
-        gone = None
-        if old is not None:
-            gone = LostWorker(beat.worker, old.beat.incarnation, old.beat.role, "replaced")
+        gone = self.lose(beat.worker, now, "replaced")
         misfit = self._misfit(beat)
         if misfit is not None:
             return BeatOutcome(taken=False, replaced=gone, refused=misfit)
-        self._entries[beat.worker] = _Entry(beat, now + self.lease_s)
+        self._entries[beat.worker] = _Entry(beat, now)
         return BeatOutcome(taken=True, joined=True, replaced=gone)
 
     def _misfit(self, beat: WorkerBeat) -> RefusedWorker | None:
@@ -102,13 +112,37 @@ class WorkerRegistry:
 
     def expire(self, now: float) -> list[LostWorker]:
         """Workers whose lease ended; they are forgotten until they beat again."""
-        late = [worker for worker, entry in self._entries.items() if entry.expires_s <= now]
-        return [lost for worker in late if (lost := self.lose(worker, "lease_expired")) is not None]
+        for worker in [w for w, (_, _, until_s) in self._lost.items() if until_s <= now]:
+            del self._lost[worker]
+        late = [worker for worker, entry in self._entries.items() if entry.heard_s + self.lease_s <= now]
+        return [lost for worker in late if (lost := self.lose(worker, now, "lease_expired")) is not None]
 
-    def lose(self, worker: WorkerId, reason: str = "gone") -> LostWorker | None:
-        """Forget a worker at once, as when its supervisor reports its exit. None if it was not known."""
+    def quiet(self, now: float, deaf_s: float = float("-inf")) -> list[WorkerView]:
+        """Workers to ask now whether they are there: silent for `QUIET_S`, and not asked in the last second.
+
+        Args:
+            deaf_s: when we last were without a connection: silence counts from then on.
+        """
+        found = []
+        for worker, entry in sorted(self._entries.items()):
+            if now - max(entry.heard_s, deaf_s) >= QUIET_S and now - entry.asked_s >= ASK_EVERY_S:
+                entry.asked_s = now
+                found.append(_view(self._entries[worker]))
+        return found
+
+    def nobody_listens(self, worker: WorkerId, asked_s: float, now: float) -> LostWorker | None:
+        """A question put at `asked_s` found no listener: the process has ended, unless it has beaten since."""
+        entry = self._entries.get(worker)
+        return self.lose(worker, now, "gone") if entry is not None and entry.heard_s <= asked_s else None
+
+    def lose(self, worker: WorkerId, now: float, reason: str) -> LostWorker | None:
+        """Forget a worker, and what it may still have sent. None if it was not known."""
         entry = self._entries.pop(worker, None)
-        return None if entry is None else LostWorker(worker, entry.beat.incarnation, entry.beat.role, reason)
+        if entry is None:
+            return None
+        beat = entry.beat
+        self._lost[worker] = beat.incarnation, beat.number, now + REMEMBER_LOST_S
+        return LostWorker(worker, beat.incarnation, beat.role, reason)
 
     def note_placed(self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int) -> None:
         """Count a placement until the worker's next beat shows it."""
@@ -146,6 +180,7 @@ def _view(entry: _Entry) -> WorkerView:
         free_blocks=beat.free_blocks,
         total_blocks=beat.total_blocks,
         block_sizes=beat.block_sizes,
+        token_bytes=sum(beat.token_bytes),
         token_budget=beat.token_budget or DEFAULT_TOKEN_BUDGET,
         running=beat.running,
         waiting=beat.waiting,

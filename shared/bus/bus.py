@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import msgspec
 from opentelemetry.context import Context
 
+NOBODY_LISTENS = "nobody listens"
+"""How the message of an Unavailable ends when no subscription takes a request: told at once, unlike a time-out."""
 BUDGET_HEADER = "Baton-Budget-Ms"
 ERROR_HEADER = "Baton-Error"
 

@@ -16,11 +16,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.scheduler import place_spans, service
+from services.scheduler import place_spans, service, worker_registry
 from services.scheduler.placer import TableLimits
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerConfig
-from shared.bus.bus import Delivery
+from shared.bus.bus import NOBODY_LISTENS, Delivery
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.contracts import messages as m
 from shared.contracts import subjects
@@ -67,9 +67,12 @@ class World:
     async def start(self) -> None:
         bus = self.bus
         await bus.serve(subjects.INDEX_MATCH, m.Match, self._match)
-        await bus.serve(subjects.decode(WorkerId("d1"), "reserve"), m.Reserve, self._reserve)
-        await bus.serve(subjects.decode(WorkerId("d1"), "cancel"), m.Cancel, self._cancel)
+        self.d1 = [
+            await bus.serve(subjects.decode(WorkerId("d1"), "reserve"), m.Reserve, self._reserve),
+            await bus.serve(subjects.decode(WorkerId("d1"), "cancel"), m.Cancel, self._cancel),
+        ]
         await bus.serve(subjects.prefill(WorkerId("p1"), "run"), m.PrefillRun, self._run)
+        await bus.serve(subjects.prefill(WorkerId("p1"), "cancel"), m.Cancel, self._cancel)
         await bus.serve(subjects.gateway_event(INGRESS), m.Placed | m.PlacementRefused | m.WorkerLost, self._event)
         await bus.subscribe(subjects.sched_beat("default"), m.SchedulerBeat, lambda d: self.beats.append(d.message))
         self._loop = asyncio.create_task(self._beats())
@@ -125,18 +128,18 @@ class World:
         return reply
 
 
-def settings(name: str = "scheduler-1", **limits: Any) -> SchedulerConfig:
+def settings(name: str = "scheduler-1", *, worker_lease_s: float = 0.5, **limits: Any) -> SchedulerConfig:
     table = TableLimits(**({"gather_s": 0.15, "event_resend_s": 0.1} | limits))
     return SchedulerConfig(
-        scheduler_id=name, leader_ttl_s=1.5, tick_s=0.02, beat_s=0.1, worker_lease_s=0.5, limits=table
+        scheduler_id=name, leader_ttl_s=1.5, tick_s=0.02, beat_s=0.1, worker_lease_s=worker_lease_s, limits=table
     )
 
 
 @asynccontextmanager
-async def running(**limits: Any) -> AsyncIterator[tuple[World, SchedulerService]]:
+async def running(**changes: Any) -> AsyncIterator[tuple[World, SchedulerService]]:
     world = World()
     await world.start()
-    scheduler = SchedulerService(MemoryBus(world.broker, "scheduler"), settings(**limits))
+    scheduler = SchedulerService(MemoryBus(world.broker, "scheduler"), settings(**changes))
     await scheduler.start()
     try:
         await until(lambda: scheduler.leading and len(scheduler._workers) == 2)
@@ -221,6 +224,79 @@ async def test_a_silent_worker_is_lost_and_queued_work_ends_with_its_budget() ->
         assert world.events[2].error.code == "DeadlineExceeded/deadline_exceeded"
         assert scheduler.table is not None
         assert scheduler.table.queued == 0
+
+
+async def test_a_dead_worker_is_found_by_asking_long_before_its_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_registry, "QUIET_S", 0.2)
+    monkeypatch.setattr(worker_registry, "ASK_EVERY_S", 0.1)
+    async with running(worker_lease_s=60.0) as (world, scheduler):
+        await world.submit(submit("r"))
+        await until(lambda: len(world.events) == 1)
+        world.beating = False  # frozen: both still answer, and are not lost by it
+        await until(lambda: len(world.cancels) >= 4)
+        assert set(world.cancels) == {service.NO_ATTEMPT}
+        assert len(scheduler._workers) == 2
+        for subscription in world.d1:  # dead: nobody listens
+            await subscription.stop()
+        await until(lambda: len(world.events) == 2, timeout_s=1.0)
+        assert isinstance(world.events[1], m.WorkerLost)
+        assert (world.events[1].worker, world.events[1].reason) == ("d1", "gone")
+        assert [view.worker for view in scheduler._workers.views()] == ["p1"]
+        assert isinstance(await world.submit(submit("new")), m.Refusal)  # no decode worker is up
+
+
+async def test_a_leader_that_cannot_be_reached_gives_its_term_up_and_tries_again() -> None:
+    world = World()
+    await world.start()
+    bus = MemoryBus(world.broker, "scheduler")
+    serve, failures = bus.serve, 1
+
+    async def failing(*args: Any, **more: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise Unavailable("the connection was lost just now")
+        return await serve(*args, **more)
+
+    bus.serve = failing  # type: ignore[method-assign]
+    scheduler = SchedulerService(bus, settings())
+    await scheduler.start()
+    try:
+        await until(lambda: scheduler.leading and scheduler._serving is not None)
+        assert isinstance(await world.submit(submit("r")), m.Queued)
+        assert world.beats[0].term > 1
+    finally:
+        await scheduler.stop()
+        await world.stop()
+
+
+async def test_a_leader_that_ends_while_it_begins_leaves_nothing_behind() -> None:
+    """Stepping up waits for the bus; a higher term seen meanwhile must not leave its submits served by nobody."""
+    world = World()
+    await world.start()
+    bus = MemoryBus(world.broker, "scheduler")
+    serve, asked, go_on = bus.serve, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args: Any, **more: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await serve(*args, **more)
+
+    bus.serve = slow  # type: ignore[method-assign]
+    scheduler = SchedulerService(bus, settings())
+    await scheduler.start()
+    try:
+        await asked.wait()
+        stranger = m.SchedulerBeat(pool="default", term=99, scheduler_id="x")  # type: ignore[arg-type]
+        await world.bus.publish(subjects.sched_beat("default"), stranger)
+        await until(lambda: scheduler._leadership.term is None)
+        go_on.set()
+        await until(lambda: not scheduler.leading)
+        with pytest.raises(Unavailable, match=NOBODY_LISTENS):
+            await world.submit(submit("r"))
+    finally:
+        await scheduler.stop()
+        await world.stop()
 
 
 async def test_a_standby_takes_over_adopts_and_places_the_rest() -> None:

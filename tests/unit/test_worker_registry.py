@@ -50,8 +50,44 @@ def test_a_worker_that_does_not_fit_is_refused_with_both_values() -> None:
     fake = workers.on_beat(0.0, beat("p2", "prefill", fingerprint="aaa", fake=True))
     assert fake.refused is not None
     assert fake.refused.field == "fake"
-    workers.lose(WorkerId("d1"))
+    workers.lose(WorkerId("d1"), 0.0, "gone")
     assert workers.on_beat(1.0, beat("p1", "prefill", number=2, fingerprint="bbb")).taken  # the pool was empty
+
+
+def test_a_silent_worker_is_asked_once_a_second_and_is_gone_when_nobody_listens() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1"))
+    workers.on_beat(1.0, beat("p1", "prefill"))
+    assert workers.quiet(2.4) == []
+    assert [(v.worker, v.role) for v in workers.quiet(2.5)] == [("d1", "decode")]
+    assert workers.quiet(3.4) == []
+    assert [v.worker for v in workers.quiet(3.5)] == ["d1", "p1"]
+    workers.on_beat(3.6, beat("p1", "prefill", number=2))
+    assert workers.nobody_listens(WorkerId("p1"), asked_s=3.5, now=3.7) is None  # it has beaten since
+    lost = workers.nobody_listens(WorkerId("d1"), asked_s=3.5, now=3.7)
+    assert lost is not None
+    assert (lost.worker, lost.incarnation, lost.reason) == ("d1", 1, "gone")
+    assert workers.nobody_listens(WorkerId("d1"), asked_s=3.5, now=3.8) is None
+    assert [v.worker for v in workers.views()] == ["p1"]
+
+
+def test_silence_counts_only_while_we_could_have_heard() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1"))
+    assert workers.quiet(9.0, deaf_s=7.0) == []
+    assert len(workers.quiet(9.5, deaf_s=7.0)) == 1
+
+
+def test_late_beats_of_a_lost_process_do_not_bring_it_back() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1", number=5, incarnation=Incarnation(7)))
+    workers.lose(WorkerId("d1"), 1.0, "gone")
+    assert not workers.on_beat(1.1, beat("d1", number=5, incarnation=Incarnation(7))).taken
+    assert not workers.on_beat(1.1, beat("d1", number=9, incarnation=Incarnation(6))).taken
+    assert workers.on_beat(1.2, beat("d1", number=6, incarnation=Incarnation(7))).joined  # it was only cut off
+    workers.lose(WorkerId("d1"), 2.0, "gone")
+    workers.expire(1_000.0)
+    assert workers._lost == {}  # remembered for a while only
 
 
 def test_placements_count_until_the_next_beat() -> None:
