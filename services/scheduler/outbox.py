@@ -1,8 +1,9 @@
 """Events to ingresses: numbered per ingress, in order, resent until seen.
 
-Numbers go on from `term << 32`, so that a new leader's are above the old one's. One event per ingress is under way at
-a time: an acknowledgement is cumulative, and a later event must not overtake an earlier one (a worker lost is judged
-by what was placed before).
+Numbers rise from `term << 32` over all ingresses, so that a new leader's are above the old one's, and those of an
+ingress that was given up and came back above its earlier ones. One event per ingress is under way at a time: an
+acknowledgement is cumulative, and a later event must not overtake an earlier one (a worker lost is judged by what was
+placed before).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ Event = Placed | PlacementRefused | WorkerLost
 
 @dataclass(slots=True)
 class _Lane:
-    next_number: int
     unseen: deque[Event] = field(default_factory=deque)
     sent_s: float | None = None
 
@@ -28,7 +28,7 @@ class Outbox:
     """What each ingress has still to see."""
 
     def __init__(self, term: Term, resend_s: float = 1.0) -> None:
-        self._first = (int(term) << 32) + 1
+        self._number = int(term) << 32
         self._resend_s = resend_s
         self._lanes: dict[IngressId, _Lane] = {}
 
@@ -37,9 +37,8 @@ class Outbox:
 
     def add(self, ingress: IngressId, build: Callable[[int], Event]) -> None:
         """Queue the event that `build` makes of its number."""
-        lane = self._lanes.setdefault(ingress, _Lane(self._first))
-        lane.unseen.append(build(lane.next_number))
-        lane.next_number += 1
+        self._number += 1
+        self._lanes.setdefault(ingress, _Lane()).unseen.append(build(self._number))
 
     def due(self, now: float) -> list[tuple[IngressId, Event]]:
         """The oldest unseen event of each ingress, if it was never sent or sent `resend_s` ago; marks it sent."""
@@ -61,7 +60,4 @@ class Outbox:
 
     def drop(self, ingress: IngressId) -> None:
         """The ingress is gone: nobody is left to tell."""
-        lane = self._lanes.get(ingress)
-        if lane is not None:
-            lane.unseen.clear()
-            lane.sent_s = None
+        self._lanes.pop(ingress, None)

@@ -119,12 +119,22 @@ class Placer:
         self._book.take(record, State.RESERVING)
         self._reserved(now, record, reply)
 
-    def adopt(self, record: Record, listed: Attempt, beat: m.WorkerBeat) -> None:
-        """The worker holds what an earlier term placed, or what it accepted without our hearing of it."""
+    def adopt(self, now: float, record: Record, listed: Attempt, beat: m.WorkerBeat) -> None:
+        """The worker holds what an earlier term placed, or what it accepted without our hearing of it.
+
+        In the second case a hand-off's prefill leg was never begun: the reserve is sent again, which re-stamps what the
+        worker holds, instead of letting it wait for KV until its lease ends.
+        """
         told = record.state == State.LOST
         if record.state in (State.RESERVING, State.PREFILLING, State.PLACED) and record.decode_worker != beat.worker:
             self._book.cancel_at(record, "fenced")
         record.dispatch = listed.dispatch
+        unheard = record.state in (State.QUEUED, State.MATCHING) and record.decode_worker == beat.worker
+        if unheard and record.choice is not None and record.choice.path == HANDED_OFF:
+            self._book.take(record, State.RESERVING)
+            there = record.choice.prefill_worker in self._registry
+            self._send_reserve(now, record, record.choice if there else localized(record.choice, "prefill_lost"))
+            return
         if record.choice is None or record.decode_worker != beat.worker:
             record.choice = Choice(beat.worker, beat.incarnation, LOCAL, "adopted", numerics=beat.numerics)
         record.unlisted = 0

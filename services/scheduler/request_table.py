@@ -112,13 +112,6 @@ class RequestTable:
         answer = self._queued(record)
         return answer, self._pumped(now)
 
-    def cancel(self, now: float, attempt: Attempt) -> list[Effect]:
-        """The ingress no longer wants this epoch: drop it where it is queued or being placed."""
-        record = self._book.records.get(attempt.request_id)
-        if record is not None and record.submit.attempt.epoch <= attempt.epoch:
-            self._book.end(now, record, dropped=True)
-        return self._pumped(now)
-
     def ingress_beat(self, now: float, beat: m.GatewayBeat) -> list[Effect]:
         """Drop what the ingress has waiting here and, twice in a row, does not list.
 
@@ -199,12 +192,13 @@ class RequestTable:
                 if record.prefill_worker == lost.worker and record.state == State.PREFILLING:
                     self._placer.prefill_locally(now, record, "prefill_lost")
             elif record.decode_worker == lost.worker:
+                if record.state in (State.PLACED, State.LOST):
+                    record.state = State.LOST
+                    continue
                 if record.state in (State.RESERVING, State.PREFILLING):
                     self._book.cancel_at(record, "worker_lost", roles=("prefill",))
                     self._book.requeue(record, "worker_lost")
-                    record.choice = None  # a late yes of that worker is no longer wanted
-                elif record.state == State.PLACED:
-                    record.state = State.LOST
+                record.choice = None  # a late yes of that worker is no longer wanted
         return self._pumped(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -261,7 +255,7 @@ class RequestTable:
         elif verdict == Verdict.OBSOLETE:
             book.end(now, record, dropped=True)
         elif verdict == Verdict.ADOPT:
-            self._placer.adopt(record, listed, beat)
+            self._placer.adopt(now, record, listed, beat)
 
     def _queued(self, record: Record) -> m.Queued:
         position = next((i for i, r in enumerate(self._book.queue) if r == record.request_id), 0)

@@ -46,9 +46,7 @@ def test_a_prefill_worker_lost_while_asked_is_the_same() -> None:
     bench.submit(submit("r", 600))
     bench.match()
     bench.reserve(reserved())
-    lost = bench.registry.lose(WorkerId("p1"))
-    assert lost is not None
-    bench.take(bench.table.worker_lost(0.0, lost))
+    bench.lose("p1")
     bench.reserve(reserved())
     assert bench.told[0].reason == "prefill_lost"
 
@@ -57,7 +55,7 @@ def test_a_prefill_worker_lost_before_the_reserve_is_answered() -> None:
     bench = pair()
     bench.submit(submit("r", 600))
     bench.match()
-    bench.registry.lose(WorkerId("p1"))
+    bench.lose("p1")
     bench.reserve(reserved())
     assert bench.reserve(reserved()).message.attempt.dispatch == 2
     assert bench.told[0].reason == "prefill_lost"
@@ -72,6 +70,36 @@ def test_an_unanswered_reserve_that_was_accepted_is_adopted_by_the_beat() -> Non
     bench.beat("d1", attempts=progress(attempt("r", 1, 1)))
     assert state(bench, "r") == State.PLACED
     assert bench.told[0].attempt == attempt("r", 1, 1)
+
+
+def test_an_accepted_hand_off_we_did_not_hear_of_is_asked_again_so_that_its_prefill_leg_begins() -> None:
+    for there, path in ((True, "handed_off"), (False, "local")):
+        bench = pair()
+        bench.submit(submit("r", 600))
+        bench.match()
+        bench.reserve(None)
+        if not there:
+            bench.lose("p1")
+        bench.beat("d1", attempts=progress(attempt("r", 1, 1)))
+        assert bench.told[:-1] == bench.told[1:] == []  # not placed yet: nobody computes its prompt
+        again = bench.reserve(reserved())
+        assert again.message.attempt == attempt("r", 1, 2)  # the worker re-stamps what it holds
+        if there:
+            assert bench.prefill(ACCEPTED).message.attempt == attempt("r", 1, 2)
+        assert (bench.told[-1].path, bench.told[-1].attempt) == (path, attempt("r", 1, 2))
+
+
+def test_a_late_yes_of_a_lost_worker_places_nothing() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(None)
+    bench.lose("d1")
+    bench.take(bench.table.reserve_replied(0.0, attempt("r", 1, 1), WorkerId("d1"), reserved()))
+    assert state(bench, "r") == State.QUEUED
+    assert bench.cancels() == [("d1", attempt("r", 1, 1))]
+    bench.beat("d2")
+    assert state(bench, "r") == State.RESERVING
 
 
 def test_an_unanswered_reserve_goes_elsewhere_and_the_late_holder_is_cancelled() -> None:
@@ -112,9 +140,7 @@ def test_a_lost_decode_worker_is_told_and_the_higher_epoch_replaces() -> None:
     bench.submit(submit("r"))
     bench.match()
     bench.reserve(reserved())
-    gone = bench.registry.lose(WorkerId("d1"))
-    assert gone is not None
-    bench.take(bench.table.worker_lost(0.0, gone))
+    bench.lose("d1")
     assert isinstance(bench.told[-1], m.WorkerLost)
     assert bench.told[-1].number == bench.told[0].number + 1
     assert state(bench, "r") == State.LOST
@@ -130,9 +156,7 @@ def test_a_decode_worker_lost_while_reserving_puts_the_request_back() -> None:
     bench.submit(submit("r"))
     bench.match()
     ask: AskReserve = bench.pop(AskReserve)
-    gone = bench.registry.lose(ask.worker)
-    assert gone is not None
-    bench.take(bench.table.worker_lost(0.0, gone))
+    bench.lose(ask.worker)
     assert bench.pop(AskReserve).worker == "d2"
     bench.take(bench.table.reserve_replied(0.0, ask.message.attempt, ask.worker, reserved()))
     assert bench.cancels() == [("d1", attempt("r", 1, 1))]
@@ -177,15 +201,13 @@ def test_a_duplicate_of_an_ended_request_does_not_run_again() -> None:
     assert bench.count(AskMatch) == 1
 
 
-def test_cancel_drops_what_waits_and_cancels_what_is_being_placed() -> None:
+def test_what_is_being_placed_is_cancelled_when_its_ingress_drops_it() -> None:
     bench = pair(max_placing=1)
     bench.submit(submit("placing", 600))
     bench.match()
     bench.reserve(reserved())
-    bench.submit(submit("waiting"))
-    bench.take(bench.table.cancel(0.0, attempt("waiting")))
-    assert bench.table.queued == 0
-    bench.take(bench.table.cancel(0.0, attempt("placing")))
+    for number in (1, 2):
+        bench.take(bench.table.ingress_beat(3.0, m.GatewayBeat(ingress_id=INGRESS, number=number)))
     assert bench.cancels() == [("d1", attempt("placing", 1, 1)), ("p1", attempt("placing", 1, 1))]
     bench.beat("d1", attempts=progress(attempt("placing", 1, 1)))  # the cancel was lost
     assert bench.cancels() == [("d1", attempt("placing", 1, 1))]

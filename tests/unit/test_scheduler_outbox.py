@@ -25,15 +25,25 @@ def test_events_go_one_at_a_time_in_order_and_again_until_seen() -> None:
         outbox.add(A, lost)
     outbox.add(B, lost)
     first = (3 << 32) + 1
-    assert [(i, e.number) for i, e in outbox.due(0.0)] == [(A, first), (B, first)]
+    assert [(i, e.number) for i, e in outbox.due(0.0)] == [(A, first), (B, first + 2)]
     assert outbox.due(0.9) == []
-    assert [(i, e.number) for i, e in outbox.due(1.0)] == [(A, first), (B, first)]
+    assert [(i, e.number) for i, e in outbox.due(1.0)] == [(A, first), (B, first + 2)]
     outbox.seen(A, first)
     outbox.drop(B)
     assert [(i, e.number) for i, e in outbox.due(1.0)] == [(A, first + 1)]
     outbox.seen(A, first + 7)
     outbox.seen(IngressId("nobody"), 1)
     assert len(outbox) == 0
+
+
+def test_an_ingress_that_was_given_up_leaves_nothing_and_gets_higher_numbers_when_it_returns() -> None:
+    outbox = Outbox(Term(1))
+    outbox.add(A, lost)
+    before = outbox.due(0.0)[0][1].number
+    outbox.drop(A)
+    assert outbox._lanes == {}
+    outbox.add(A, lost)
+    assert outbox.due(0.0)[0][1].number > before
 
 
 def test_numbers_of_a_later_term_are_above() -> None:
