@@ -34,7 +34,7 @@ async def main(runtime: Runtime) -> None:
         probe_key=runtime.secret_text(PROBE_KEY_VARIABLE),
     )
     sock = bind(settings.gateway.host, settings.gateway.port)
-    codec = PromptCodec(load_tokenizer(folder))
+    codec = PromptCodec(load_tokenizer(folder), config.context)
     stack.callback(codec.close)
     telemetry = await stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
     service = await stack.enter_async_context(

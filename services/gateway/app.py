@@ -94,7 +94,7 @@ class Door:
         length = request.headers.get("content-length")
         body = await read_body(request.stream(), length, config.max_body_bytes, config.body_timeout_s)
         span.set_attribute(a.BODY_BYTES, len(body))
-        parsed = parse(body)
+        parsed = await self._codec.parse(parse, body)
         if parsed.model != config.model:
             raise unknown_model([config.model])
         span.set_attribute(a.MODEL, config.model)
@@ -174,7 +174,7 @@ class Door:
         """GET /baton/traces?limit=20 (admin): the newest traces, one line each."""
         await self._require_admin(request)
         limit = request.query_params.get("limit", "20")
-        if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= MAX_TRACES):
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 0 < int(limit) <= MAX_TRACES):
             raise InvalidInput(f"limit must be 1 to {MAX_TRACES}", param="limit")
         return json_response({"data": [_plain(summary) for summary in self._service.traces.recent(int(limit))]})
 

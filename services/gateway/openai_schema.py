@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from shared.contracts.errors import InvalidInput
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
+MAX_METADATA = 16
 
 CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -137,6 +138,12 @@ def _content(value: Any) -> str | list[dict[str, str]]:
     return value
 
 
+def _metadata(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"must hold at most {MAX_METADATA} pairs")
+    return value
+
+
 def _encodable(text: str) -> str:
     try:
         text.encode()
@@ -175,7 +182,7 @@ class _Generation(_Strict):
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
 
     @property
     def output_limit(self) -> int | None:
@@ -192,7 +199,7 @@ def _not_empty(messages: list[ChatMessage]) -> list[ChatMessage]:
 class ChatRequest(_Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], AfterValidator(_not_empty)]
+    messages: Annotated[list[ChatMessage], FailFast(), AfterValidator(_not_empty)]
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
 
     @property

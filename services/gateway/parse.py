@@ -90,6 +90,10 @@ def _reason(exc: ValueError | RecursionError) -> str:
 
 
 def _validated(model: type[Model], fields: dict[str, Any]) -> Model:
+    for name in fields:
+        if name not in model.model_fields:  # the library would make an error of every one, of a million too
+            param = param_name((name,))
+            raise InvalidInput(f"{param}: unknown parameter", param=param, code="unknown_parameter")
     try:
         return model.model_validate(fields)
     except ValidationError as exc:

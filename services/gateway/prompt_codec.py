@@ -1,27 +1,50 @@
-"""Prompts to token ids, in threads of their own: a long prompt must not stop the event loop."""
+"""Bodies to requests and prompts to token ids; long ones in threads of their own, so that the event loop goes on."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from typing import TypeVar
 
 from services.gateway.openai_schema import ChatRequest, GenerationRequest
+from shared.contracts.errors import ContextExceeded
 from shared.text.chat_prompt import encode_chat
 from shared.text.tokenizer import Tokenizer
 
 NUM_THREADS = 2
+SHORT_BODY_BYTES = 64 * 1024
+"""A body up to this size is parsed at once: a thread would cost more than it spares."""
+
+Request = TypeVar("Request", bound=GenerationRequest)
 
 
 class PromptCodec:
-    """One model's tokenizer and chat template."""
+    """One model's tokenizer and chat template.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        context: most tokens of prompt and output together.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         self.tokenizer = tokenizer
+        self._context = context
+        # a longer text has more tokens than the context, so it need not be tokenized to be refused
+        self._max_chars = context * tokenizer.longest_token
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
+    async def parse(self, parse: Callable[[bytes], Request], body: bytes) -> Request:
+        """`parse(body)`. Raises what it raises."""
+        if len(body) <= SHORT_BODY_BYTES:
+            return parse(body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, parse, body)
+
     async def encode(self, request: GenerationRequest) -> list[int]:
-        """The prompt's token ids. Raises InvalidInput naming `messages` or `prompt`."""
+        """The prompt's token ids.
+
+        Raises InvalidInput naming `messages` or `prompt`; ContextExceeded for a text that is far too long.
+        """
         if not isinstance(request, ChatRequest) and not isinstance(request.prompt, str):
             return list(request.prompt)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, request)
@@ -29,8 +52,13 @@ class PromptCodec:
     def _encode(self, request: GenerationRequest) -> list[int]:
         if isinstance(request, ChatRequest):
             messages = [message.model_dump() for message in request.messages]
-            return encode_chat(self.tokenizer, messages, now=datetime.now())
+            return encode_chat(self.tokenizer, messages, now=datetime.now(), max_chars=self._max_chars)
         assert isinstance(request.prompt, str)
+        if len(request.prompt) > self._max_chars:
+            raise ContextExceeded(
+                f"this model's context is {self._context} tokens; the prompt has {len(request.prompt)} characters",
+                param="prompt",
+            )
         return self.tokenizer.encode(request.prompt, parse_special=True)
 
     def close(self) -> None:

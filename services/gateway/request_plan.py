@@ -49,6 +49,7 @@ def make_plan(
     field = prompt_field(request)
     if not prompt:
         raise InvalidInput("the prompt has no tokens", param=field)
+    max_tokens = max_output(len(prompt), request.output_limit, context, identity, field)
     if max(prompt) >= vocab_size:
         raise InvalidInput(f"token ids must be below {vocab_size}", param=field)
     return RequestPlan(
@@ -56,7 +57,7 @@ def make_plan(
         model=request.model,
         prompt=tuple(prompt),
         sampling=SamplingParams(
-            max_tokens=max_output(len(prompt), request.output_limit, context, identity, field),
+            max_tokens=max_tokens,
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=request.top_k or 0,

@@ -22,7 +22,7 @@ class GatewaySettings(Section):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="TCP port; 0 takes a free one")
-    max_body_bytes: int = Field(16 * 1024 * 1024, gt=0, description="largest request body, bytes")
+    max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="largest request body, bytes")
     shutdown_s: float = Field(10.0, ge=0, description="how long streams may finish when the gateway stops, seconds")
 
 

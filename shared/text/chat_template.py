@@ -17,7 +17,7 @@ import jinja2.nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shared.contracts.errors import InvalidInput, SettingsError
+from shared.contracts.errors import ContextExceeded, InvalidInput, SettingsError
 
 ROLES = frozenset({"assistant", "developer", "function", "system", "tool", "user"})
 """The roles accepted. Fixed, because templates write the role next to special tokens, or build them from it."""
@@ -102,7 +102,8 @@ def render(
         max_chars: most code points of output.
 
     Raises:
-        InvalidInput: the template refuses or cannot render the messages, or the result is too long (param `messages`).
+        InvalidInput: the template refuses or cannot render the messages (param `messages`).
+        ContextExceeded: the result is longer than `max_chars`.
         SettingsError: the template itself does not compile.
     """
     compiled = _compile(template)
@@ -183,7 +184,7 @@ def _bounded(pieces: Iterator[str], max_chars: int) -> Iterator[str]:
     for piece in pieces:
         total += len(piece)
         if total > max_chars:
-            raise _invalid(f"the rendered messages are longer than {max_chars} characters")
+            raise ContextExceeded(f"the rendered messages are longer than {max_chars} characters", param="messages")
         yield piece
 
 

@@ -346,7 +346,7 @@ async def gateway_stack(backend: Backend | None = None, **config: Any) -> AsyncI
     bus = MemoryBus(broker, "gateway")
     options = {"tick_s": 0.05, "beat_s": 0.05, "drain_s": 0.5, "hop_timeout_s": 2.0, "context": CONTEXT, **config}
     settings = GatewayConfig(ingress_id=GATEWAY, model=MODEL, **options)
-    codec = PromptCodec(TOKENIZER)
+    codec = PromptCodec(TOKENIZER, settings.context)
     async with backend.run(), Telemetry("gateway", bus) as telemetry:
         async with GatewayService(bus, settings, telemetry, TOKENIZER.token_bytes) as service:
             await asyncio.sleep(0.05)

@@ -295,6 +295,15 @@ async def test_a_trace_of_the_gateways_own_spans_without_prompt_text() -> None:
         assert (await stack.client.get("/baton/traces/ffffffff", headers=admin)).status_code == 404
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "201", "²", "", "1e2", "000000001" + "9" * 5000, "1" * 30])
+async def test_a_limit_of_traces_that_is_none_is_refused(limit: str) -> None:
+    async with gateway_stack() as stack:
+        answer = await stack.client.get(
+            "/baton/traces", params={"limit": limit}, headers={"authorization": "Bearer key-admin"}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+
 async def test_an_admin_sees_requests_workers_and_scheduler() -> None:
     async with gateway_stack() as stack:
         assert (await stack.client.get("/baton/cluster", headers=HEADERS)).status_code == 403

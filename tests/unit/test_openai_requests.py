@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -222,6 +223,17 @@ def test_errors_do_not_quote_the_input() -> None:
     secret = "whales sing at dawn"
     for fields in ({"temperature": secret}, {"messages": [{"role": secret, "content": "x"}]}, {"stop": [secret, 3]}):
         assert secret not in refused(chat, **fields).message
+
+
+def test_a_body_full_of_faults_costs_one_error() -> None:
+    unknown = {f"k{index}": 1 for index in range(50_000)}
+    many = [{} for _ in range(50_000)]
+    started = time.process_time()
+    assert refused(chat, **unknown).param == "k0"
+    assert refused(chat, messages=many).param == "messages.0.role"
+    assert refused(chat, metadata=unknown).param == "metadata"
+    # an error object for every fault takes several seconds, and a gigabyte for a body at the limit
+    assert time.process_time() - started < 1.0
 
 
 def test_differing_limits_are_refused() -> None:

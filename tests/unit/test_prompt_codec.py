@@ -1,0 +1,81 @@
+"""Long bodies and prompts: refused without tokenizing where that is sure, and never on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from services.gateway.parse import parse_chat, parse_completion
+from services.gateway.prompt_codec import SHORT_BODY_BYTES, PromptCodec
+from shared.contracts.errors import ContextExceeded
+from tests.tiny_tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+CONTEXT = 100
+TOO_LONG = "a" * (CONTEXT * TOKENIZER.longest_token + 1)
+
+
+@pytest.fixture
+def codec() -> Iterator[PromptCodec]:
+    made = PromptCodec(TOKENIZER, CONTEXT)
+    yield made
+    made.close()
+
+
+def completion_body(prompt: str) -> bytes:
+    return json.dumps({"model": "m", "prompt": prompt}).encode()
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing(
+    codec: PromptCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untouched(*_: object, **__: object) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(TOKENIZER, "encode", untouched)
+    monkeypatch.setattr(TOKENIZER, "encode_marked", untouched)
+    chat = {"model": "m", "messages": [{"role": "user", "content": TOO_LONG}]}
+    with pytest.raises(ContextExceeded) as caught:
+        await codec.encode(parse_completion(completion_body(TOO_LONG)))
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextExceeded) as caught:
+        await codec.encode(parse_chat(json.dumps(chat).encode()))
+    assert caught.value.param == "messages"
+
+
+async def test_what_may_fit_is_tokenized(codec: PromptCodec) -> None:
+    assert await codec.encode(parse_completion(completion_body("abc"))) == TOKENIZER.encode("abc")
+
+
+async def test_a_long_body_is_parsed_beside_the_event_loop(codec: PromptCodec) -> None:
+    async def thread_of(body: bytes) -> int:
+        seen: list[int] = []
+
+        def parse(body: bytes) -> object:
+            seen.append(threading.get_ident())
+            return parse_completion(body)
+
+        await codec.parse(parse, body)  # type: ignore[type-var]
+        return seen[0]
+
+    assert await thread_of(completion_body("short")) == threading.get_ident()
+    assert await thread_of(completion_body("a" * SHORT_BODY_BYTES)) != threading.get_ident()
+
+
+async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
+    text = "whales sing at dawn " * 40_000
+    for _ in range(3):
+        started = time.monotonic()
+        work = asyncio.get_running_loop().run_in_executor(None, TOKENIZER.encode, text)
+        longest, last = 0.0, started
+        while not work.done():
+            await asyncio.sleep(0.002)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        # the library's plain `encode` keeps all other threads waiting for as long as it takes
+        assert longest < 0.6 * (time.monotonic() - started)
