@@ -146,6 +146,15 @@ class Baton:
         found.pop(os.getpid(), None)
         return found
 
+    def cpu_s(self) -> float:
+        """Processor seconds its living processes have used."""
+        total = 0.0
+        for pid in self.processes():
+            with suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return total
+
     def idle(self) -> bool:
         """Nothing queued, running, waiting or held, every block free, each by the newest word of who owns it."""
         found = self.get("/baton/cluster")
