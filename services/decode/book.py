@@ -20,7 +20,7 @@ from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId, RequestId
 from shared.contracts.messages import Reserve, StreamFrame
 from shared.contracts.parts import Totals
-from shared.contracts.tokens import unpack_tokens
+from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
 from shared.engine.sequence import ERROR, SequenceUpdate
 from shared.engine.worker_fences import Fences
@@ -67,7 +67,7 @@ class Book:
         for i, choice in enumerate(choices):
             self._by_seq[choice.seq_id] = (held, i)
             if grant.retention_s != 0:
-                self.shell.tagger.chains.open(choice.seq_id, held.attempt, message.grant, message.tags)
+                self.shell.tagger.chains.open(choice.seq_id, held.attempt, message.grant, message.tags, held.token_ids)
         self.outbox.open(held.attempt, message.ingress_id, len(choices), len(held.committed))
         return held
 
@@ -114,15 +114,24 @@ class Book:
             if held.sink is not None:
                 self.handoff.apply(held, held.sink.close())
 
+    def finish_resumed(self, held: Held, finish: str) -> None:
+        """What was committed before is all there is to be: nothing runs, a final is owed."""
+        totals = Totals(
+            prompt_tokens=held.reserve.num_prompt_tokens,
+            completion_tokens=len(held.committed),
+            checksum=completion_checksum(held.committed),
+        )
+        self.outbox.finish(held.attempt, 0, finish, totals)
+        self.close_choice(held, 0, finish)
+        self.send_frames()
+
     async def end(self, held: Held, reason: str) -> Totals:
         """Cancel what still runs and forget the request. Returns its account."""
         totals = [t for i in range(len(held.choices)) if (t := self.outbox.finished(held.attempt, i)) is not None]
         running = [(i, c) for i, c in enumerate(held.choices) if not c.ended]
-        self.outbox.drop_request(held.attempt.request_id)
         self.forget(held)
         for choice in held.running:
             choice.ended = reason
-            self.shell.tagger.chains.close(choice.seq_id)
         reserving.end_span(held)
         if held.sink is not None:
             self.handoff.apply(held, held.sink.close())
@@ -152,7 +161,7 @@ class Book:
     def forget(self, held: Held) -> None:
         if self.held.get(held.attempt.request_id) is held:
             del self.held[held.attempt.request_id]
-        self.outbox.drop_request(held.attempt.request_id)
+        self.outbox.drop(held.attempt)
         for choice in held.choices:
             self._by_seq.pop(choice.seq_id, None)
             self.shell.tagger.chains.close(choice.seq_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from services.decode.held import Held
 from shared.contracts import subjects
@@ -16,9 +16,6 @@ from shared.kv.transfer import PullResult, Transport
 from shared.telemetry import attributes as a
 
 log = logging.getLogger("baton.decode")
-
-MISMATCHES, TRANSPORT = "baton.mismatches", "baton.transport"
-"""Blocks whose digest differed at the destination, and how they came."""
 
 
 class HandoffIn:
@@ -34,6 +31,7 @@ class HandoffIn:
         self._settled = settled
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-transfer")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def apply(self, held: Held, effects: Iterable[SinkEffect]) -> None:
         """Carry out a sink's effects, in order."""
@@ -57,8 +55,14 @@ class HandoffIn:
                     self._end_span(held, "closed")
                     self._unpin(held)
 
+    def drop_dead_peers(self) -> None:
+        """Give the memory of pools back whose owners are gone. Call it now and then."""
+        if not self._closed:
+            self._thread.submit(self._transport.drop_dead).add_done_callback(_log_fault)
+
     async def close(self) -> None:
         """Wait for the pull in flight, then let go of every peer."""
+        self._closed = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown, True)
         self._transport.close()
@@ -117,9 +121,15 @@ class HandoffIn:
                 a.COPY_S: stats.seconds,
                 a.PREFILL_WORKER: str(held.reserve.prefill_worker),
                 a.REASON: reason,
-                MISMATCHES: stats.mismatches,
-                TRANSPORT: self._transport.path,
+                a.MISMATCHES: stats.mismatches,
+                a.TRANSPORT: self._transport.path,
             }
         )
         stats.span.end()
         stats.span = None
+
+
+def _log_fault(future: Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        log.error("peers that are gone could not be let go of: %s", error, exc_info=error)

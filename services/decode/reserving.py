@@ -10,7 +10,7 @@ from shared.contracts.errors import ContextExceeded, Forbidden, ProtocolError
 from shared.contracts.grants import Grant
 from shared.contracts.messages import Reserve, Reserved
 from shared.engine.batcher import Batcher, Reservation
-from shared.engine.sequence import SequenceSpec
+from shared.engine.sequence import LENGTH, STOP, SequenceSpec
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.block_table import BlockTable
 from shared.kv.handoff import Sink
@@ -39,11 +39,19 @@ def require_sane(message: Reserve, grant: Grant, max_positions: int) -> None:
     num_tokens, prompt = len(message.token_ids) // 4, message.num_prompt_tokens
     if not message.sampling or not 0 < prompt <= num_tokens:
         raise ProtocolError("a reservation needs a prompt and at least one choice")
+    if num_tokens > prompt and len(message.sampling) > 1:
+        raise ProtocolError("only a request of one choice can come with output tokens")
     for sampling in message.sampling:
-        if num_tokens - prompt >= sampling.max_tokens:
-            raise ProtocolError("nothing is left to sample")
         if prompt + sampling.max_tokens > max_positions:
             raise ContextExceeded(f"{prompt} + {sampling.max_tokens} tokens exceed the context of {max_positions}")
+
+
+def finish_of_resumed(held: Held, eos_token_ids: frozenset[int]) -> str:
+    """The finish reason of a request whose output was complete when it came; empty when there is more to sample."""
+    sampling = held.reserve.sampling[0]
+    if held.committed and held.committed[-1] in eos_token_ids and not sampling.ignore_eos:
+        return STOP
+    return LENGTH if len(held.committed) >= sampling.max_tokens else ""
 
 
 def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
@@ -115,6 +123,8 @@ def reserved(held: Held, shell: WorkerShell, *, already_running: bool) -> Reserv
 
 def end_span(held: Held) -> None:
     """Close `decode.run` with what the request came to. Idempotent: a span ends once."""
+    if not held.span.is_recording():
+        return
     first = held.choices[0]
     ready = held.kv_ready_at or held.reserved_at
     held.span.set_attributes(

@@ -19,7 +19,16 @@ from shared.bus.bus import Delivery, RequestHandler, Subscription
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError, Cancelled, Conflict, Overloaded, Unavailable, to_wire
+from shared.contracts.errors import (
+    BatonError,
+    Cancelled,
+    Conflict,
+    Internal,
+    Overloaded,
+    ProtocolError,
+    Unavailable,
+    to_wire,
+)
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import WorkerId
 from shared.contracts.message import Message
@@ -126,29 +135,50 @@ class DecodeWorker:
             return _refused(Conflict("a newer attempt or leader was seen", code=verdict.reason))
         if known is not None and not known.answer.done():
             await asyncio.wait({known.answer})
-            if verdict.kind is Kind.REPEATED:
-                return known.answer.result()
-            known = self.book.held.get(message.attempt.request_id)
-        if known is not None:
-            if known.attempt == message.attempt:
-                return known.answer.result()
-            if goes_on(known, message, self.book.outbox.generated(known.attempt, 0)):
+        if known is not None and known.attempt == message.attempt:
+            return known.answer.result()
+        if verdict.kind is Kind.REPEATED:
+            return _refused(Conflict("this attempt is being reserved", code="already_starting"))
+        known = self.book.held.get(message.attempt.request_id)
+        if known is not None and self._is_live(message):
+            if self._goes_on(known, message):
                 return self._restamp(known, message, delivery)
             await self.book.end(known, "replaced")
-            if self.book.table.get(message.attempt) is None:
-                return _refused(Cancelled("cancelled while being reserved"))
+        if not self._is_live(message):
+            if known is not None and not known.ended and self.book.table.live_attempt(known.attempt.request_id) is None:
+                await self.book.end(known, "fenced")
+            return _refused(Cancelled("cancelled while being reserved"))
         return await self._open(message, grant, delivery)
+
+    def _is_live(self, message: m.Reserve) -> bool:
+        """False when the attempt was cancelled, dropped or fenced while its reservation waited."""
+        return self.book.table.get(message.attempt) is not None
+
+    def _goes_on(self, held: Held, message: m.Reserve) -> bool:
+        """Re-stamp what is owed to the ingress, if the newer attempt can go on with it."""
+        outbox, from_seq = self.book.outbox, len(message.token_ids) // 4 - message.num_prompt_tokens
+        return goes_on(held, message, outbox.generated(held.attempt, 0)) and outbox.restamp(
+            message.attempt, message.ingress_id, from_seq
+        )
 
     async def _open(self, message: m.Reserve, grant: Grant, delivery: Delivery) -> m.Reserved | m.Refusal:
         held = self.book.register(message, grant, delivery)
-        specs = reserving.specs_of(held, self.shell.core.facts.eos_token_ids)
+        eos_token_ids = self.shell.core.facts.eos_token_ids
+        answer: m.Reserved | m.Refusal
+        if finish := reserving.finish_of_resumed(held, eos_token_ids):
+            answer = reserving.reserved(held, self.shell, already_running=True)
+            held.answer.set_result(answer)
+            self.book.finish_resumed(held, finish)
+            return answer
         try:
+            specs = reserving.specs_of(held, eos_token_ids)
             accepted = await self.shell.call(lambda batcher: reserving.accept(batcher, specs))
-        except (ReservationRefused, BatonError) as exc:
+        except Exception as exc:
+            # Whatever it is: others may wait for this answer, and nobody may find the request held.
             self.book.forget(held)
             self.book.table.withdraw(message.attempt)
             never = isinstance(exc, NeverFits)
-            answer: m.Reserved | m.Refusal = _refused(_as_refusal(exc), never=never)
+            answer = _refused(_as_refusal(exc), never=never)
             held.answer.set_result(answer)
             held.span.end()
             return answer
@@ -171,16 +201,15 @@ class DecodeWorker:
         return answer
 
     def _restamp(self, held: Held, message: m.Reserve, delivery: Delivery) -> m.Reserved:
-        """The newer attempt goes on with blocks, pulled KV and tokens that are here."""
-        from_seq = len(message.token_ids) // 4 - message.num_prompt_tokens
-        self.book.outbox.restamp(message.attempt, message.ingress_id, from_seq)
+        """The newer attempt goes on with blocks, pulled KV and tokens that are here; its frames are re-stamped."""
         held.attempt, held.reserve, held.context = message.attempt, message, delivery.context
         sink, awaiting = held.sink, False
         if held.ended:
             self.book.table.end(held.attempt)
         elif sink is not None and sink.waiting and message.prefill_worker:
             held.lease_token, awaiting = secrets.token_bytes(16), True
-            sink.restamp(message.attempt, message.prefill_worker, held.lease_token)
+            effects = sink.restamp(message.attempt, message.prefill_worker, held.lease_token)
+            self.book.handoff.apply(held, effects)
         else:
             self.book.table.kv_settled(held.attempt)
             if sink is not None and sink.waiting:
@@ -203,8 +232,10 @@ class DecodeWorker:
     async def _on_finish(self, delivery: Delivery) -> m.Finished:
         message: m.Finish = delivery.message
         held = self.book.held.get(message.attempt.request_id)
-        if held is None or held.attempt != message.attempt or not 0 <= message.choice < len(held.choices):
+        if held is None or held.attempt != message.attempt:
             return m.Finished(held=False)
+        if not 0 <= message.choice < len(held.choices) or message.num_tokens < 0:
+            raise ProtocolError(f"choice {message.choice} cannot be cut at {message.num_tokens} tokens")
         choice = held.choices[message.choice]
         totals = None
         if not choice.ended:
@@ -294,6 +325,7 @@ class DecodeWorker:
             self._listed_at = now
             self.book.send(self.book.outbox.listings())
             self.book.forget_given_up()
+            self.book.handoff.drop_dead_peers()
 
     def take_updates(self, updates: list[SequenceUpdate]) -> None:
         """See `Role.take_updates`."""
@@ -320,4 +352,9 @@ def _refused(error: BatonError, *, never: bool = False) -> m.Refusal:
 
 
 def _as_refusal(exc: Exception) -> BatonError:
-    return exc if isinstance(exc, BatonError) else Overloaded(str(exc), retry_after_s=0.5, code=type(exc).__name__)
+    if isinstance(exc, BatonError):
+        return exc
+    if isinstance(exc, ReservationRefused):
+        return Overloaded(str(exc), retry_after_s=0.5, code=type(exc).__name__)
+    log.error("a reservation failed: %s", exc, exc_info=exc)
+    return Internal("the reservation failed")

@@ -91,16 +91,23 @@ class StreamOutbox:
         self.drop_request(attempt.request_id)
         self._entries[attempt.request_id] = _Entry(attempt, ingress, [_Choice(base_seq) for _ in range(num_choices)])
 
-    def restamp(self, attempt: Attempt, ingress: IngressId, from_seq: int) -> None:
-        """The held request goes on as `attempt`: the next frame holds what is there from `from_seq` on."""
-        entry = self._entries[attempt.request_id]
+    def restamp(self, attempt: Attempt, ingress: IngressId, from_seq: int) -> bool:
+        """The held request goes on as `attempt`: the next frame holds what is there from `from_seq` on.
+
+        Answers False, and changes nothing, when the tokens kept here do not reach from `from_seq` to the newest: the
+        request is not held, or it came with tokens that the ingress lacks, or lacks tokens that the ingress has.
+        """
+        entry = self._entries.get(attempt.request_id)
+        if entry is None or not all(c.base <= from_seq <= c.base + len(c.tokens) for c in entry.choices):
+            return False
         self._clean(entry)
         entry.attempt, entry.ingress = attempt, ingress
         for number, choice in enumerate(entry.choices):
-            choice.sent = min(len(choice.tokens), max(0, from_seq - choice.base))
+            choice.sent = from_seq - choice.base
             choice.final_sent = choice.settled
             if len(choice.tokens) > choice.sent or choice.finish:
                 self._mark(entry, number)
+        return True
 
     def tokens(self, attempt: Attempt, choice: int, token_ids: Sequence[int]) -> None:
         """New output tokens. Dropped when the attempt is not open or the choice has ended."""
@@ -150,6 +157,11 @@ class StreamOutbox:
         for attempt in done:
             self.drop_request(attempt.request_id)
         return done
+
+    def drop(self, attempt: Attempt) -> None:
+        """Forget an attempt, but not a newer one of its request."""
+        if self._get(attempt) is not None:
+            self.drop_request(attempt.request_id)
 
     def drop_request(self, request_id: RequestId) -> None:
         """Forget everything about a request: cancelled, finished by its ingress, or replaced."""

@@ -21,7 +21,16 @@ from shared.bus.bus import Delivery, Subscription
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError, Conflict, Forbidden, Internal, Overloaded, ProtocolError, to_wire
+from shared.contracts.errors import (
+    BatonError,
+    Conflict,
+    ContextExceeded,
+    Forbidden,
+    Internal,
+    Overloaded,
+    ProtocolError,
+    to_wire,
+)
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import BlockGeneration, RequestId, WorkerId
 from shared.contracts.parts import AttemptProgress, BlockRef
@@ -53,7 +62,8 @@ class Run:
     reservation: Reservation | None = None
     computed: int = 0
     chunks: int = 0
-    naming: bool = False  # digests are being computed in the transfer thread
+    naming: bool = False  # digests are being computed in the digest thread
+    ended: bool = False  # computed; its blocks wait to be pulled
 
 
 class PrefillWorker:
@@ -114,7 +124,7 @@ class PrefillWorker:
         token_ids = tuple(unpack_tokens(message.token_ids))
         try:
             grant = self._verify(message.grant)
-            _require_sane(message, grant, token_ids)
+            _require_sane(message, grant, token_ids, self.shell.core.facts.max_positions)
         except BatonError as exc:
             return m.Refusal(error=to_wire(exc), never=True)
         if self.shell.draining:
@@ -133,31 +143,32 @@ class PrefillWorker:
     ) -> m.PrefillAccepted | m.Refusal:
         run = self._register(message, len(token_ids), delivery)
         tags = tuple(g.tags for g in sorted(message.tags, key=lambda g: g.group))
-        spec = SequenceSpec(
-            seq_id=run.seq_id,
-            token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
-            sampling=NO_SAMPLING,
-            tags=tags,
-            tenant=grant.tenant,
-            klass=grant.klass,
-            weight=grant.weight,
-            compute_only=True,
-        )
         if grant.retention_s != 0:
-            self.shell.tagger.chains.open(run.seq_id, message.attempt, message.grant, message.tags)
+            self.shell.tagger.chains.open(run.seq_id, message.attempt, message.grant, message.tags, token_ids)
         try:
+            spec = SequenceSpec(
+                seq_id=run.seq_id,
+                token_ids=token_ids,
+                num_prompt_tokens=len(token_ids),
+                sampling=NO_SAMPLING,
+                tags=tags,
+                tenant=grant.tenant,
+                klass=grant.klass,
+                weight=grant.weight,
+                compute_only=True,
+            )
             run.reservation = await self.shell.call(lambda batcher: batcher.reserve(spec))
-        except (ReservationRefused, BatonError) as exc:
+        except Exception as exc:
             self.table.withdraw(message.attempt)
             self._drop(run, "refused")
-            error = exc if isinstance(exc, BatonError) else Overloaded(str(exc), retry_after_s=0.5)
-            return m.Refusal(error=to_wire(error), never=isinstance(exc, NeverFits))
+            return m.Refusal(error=to_wire(_as_refusal(exc)), never=isinstance(exc, NeverFits))
         self.shell.changed()
         if run.source.freed:
             return m.Refusal(error=to_wire(Conflict("cancelled while being started", code="cancelled")))
         run.computed = max(run.computed, run.reservation.num_cached_tokens)
         self._name_what_is_due(run)
+        if run.ended:  # all of it was cached, so the end was told before the reservation
+            self._end_span(run)
         return self._accepted(run)
 
     def _register(self, message: m.PrefillRun, num_tokens: int, delivery: Delivery) -> Run:
@@ -249,7 +260,9 @@ class PrefillWorker:
                 self.shell.tagger.completed(update.seq_id, update.completed, ask=False)
             self._name_what_is_due(run)
             if update.finish:
-                self._end_span(run)
+                run.ended = True
+                if run.reservation is not None:
+                    self._end_span(run)
                 self.shell.changed()
 
     # ------------------------------------------------------------------------------------------ commits
@@ -302,13 +315,15 @@ class PrefillWorker:
                         self._drop(run, reason)
 
     def _drop(self, run: Run, reason: str) -> None:
-        """The blocks may go, once no step in flight touches them."""
+        """The blocks may go, once no step in flight touches them. A run that is cancelled while it is being refused
+        is dropped twice."""
         self.shell.post(lambda batcher: batcher.cancel(run.seq_id))
         self.shell.tagger.chains.close(run.seq_id)
-        del self._by_seq[run.seq_id]
+        self._by_seq.pop(run.seq_id, None)
         if self._runs.get(run.source.attempt.request_id) is run:
             del self._runs[run.source.attempt.request_id]
-        run.span.set_attribute(a.REASON, reason)
+        if run.span.is_recording():
+            run.span.set_attribute(a.REASON, reason)
         self._end_span(run)
         self.shell.changed()
 
@@ -339,9 +354,26 @@ def _refs(
     return named
 
 
-def _require_sane(message: m.PrefillRun, grant: Grant, token_ids: tuple[int, ...]) -> None:
-    """Raises Forbidden for another request's grant, ProtocolError for a run of nothing."""
+def _as_refusal(exc: Exception) -> BatonError:
+    if isinstance(exc, BatonError):
+        return exc
+    if isinstance(exc, ReservationRefused):
+        return Overloaded(str(exc), retry_after_s=0.5)
+    log.error("a run could not begin: %s", exc, exc_info=exc)
+    return Internal("the run could not begin")
+
+
+def _require_sane(message: m.PrefillRun, grant: Grant, token_ids: tuple[int, ...], max_positions: int) -> None:
+    """Refuse what no waiting can make right; in a step it would take its neighbours along.
+
+    Raises:
+        Forbidden: the grant is another request's.
+        ProtocolError: there is nothing to compute.
+        ContextExceeded: the prompt does not fit the model's context.
+    """
     if grant.request_id != message.attempt.request_id:
         raise Forbidden("the grant is another request's", code="grant_invalid")
     if not 0 <= message.first_token < len(token_ids):
         raise ProtocolError(f"nothing to compute of {len(token_ids)} tokens from {message.first_token} on")
+    if len(token_ids) >= max_positions:
+        raise ContextExceeded(f"{len(token_ids)} tokens and one more exceed the context of {max_positions}")

@@ -26,6 +26,8 @@ log = logging.getLogger("baton.worker")
 BATCH_S = 0.05
 """How long news is gathered before it is acted on."""
 EXTEND_TIMEOUT_S = 2.0
+RETRY_S = 0.5
+"""Pause after the index did not answer, or refused everything because it does not know this worker yet."""
 EXTEND_RUNS = 64
 PER_GROUP = tuple[tuple[BlockTag, ...], ...]
 
@@ -115,12 +117,17 @@ class Tagger:
             except BatonError as exc:
                 log.debug("the index did not extend: %s", exc)
                 reply = None
+            except Exception:
+                # without an answer the runs would never be asked for again, nor their chains forgotten
+                log.exception("the index could not be asked")
+                reply = None
             if isinstance(reply, Extended) and len(reply.runs) == len(part):
                 for asked, answer in zip(part, reply.runs, strict=True):
                     self._taggings += self.chains.extended(asked, answer)
             else:
                 for asked in part:
                     self.chains.failed(asked)
+                await asyncio.sleep(RETRY_S)
         self._wake.set()
 
 

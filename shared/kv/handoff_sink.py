@@ -120,6 +120,7 @@ class Sink:
         self._ending = ""  # reason to go local, or "closed", once the pull in flight is answered
         self._bad: list[tuple[int, int]] = []
         self._asked_at = float("-inf")
+        self._superseded: list[SendRelease] = []  # of older attempts' sources that a pull still reads
 
     @property
     def waiting(self) -> bool:
@@ -136,11 +137,16 @@ class Sink:
         """Tokens the newest commit taken calls final."""
         return self._offer.commit.num_tokens if self._offer is not None else 0
 
-    def restamp(self, attempt: Attempt, source: WorkerId, lease_token: bytes) -> None:
-        """A newer attempt goes on with what has come; a pull in flight still counts, since its digests are checked."""
+    def restamp(self, attempt: Attempt, source: WorkerId, lease_token: bytes) -> list[SinkEffect]:
+        """A newer attempt goes on with what has come; a pull in flight still counts, since its digests are checked.
+
+        The source of the attempt before is released: at once, or when the pull in flight is answered.
+        """
+        self._superseded.append(self.release("superseded"))
         self.attempt, self.source, self._token = attempt, source, lease_token
         self._offer = None
         self._asked_at = float("-inf")
+        return self._release_superseded()
 
     def commit(self, message: HandoffCommit) -> list[SinkEffect]:
         """Take a commit, in any order; what is older than the newest, fenced or not for this lease is dropped."""
@@ -164,23 +170,7 @@ class Sink:
         if pull is None or pull.ticket != ticket:
             return []
         self._pulling = None
-        failed = set(bad)
-        if not error:
-            for item in pull.items:
-                if (item.group, item.position) not in failed:
-                    self._store(item.group, item.position)
-        if self._ending == "closed":
-            return self._close()
-        self._bad += sorted(failed)
-        if self._ending:
-            return self.go_local(self._ending)
-        if pull.attempt != self.attempt:
-            # The attempt before this one asked for it. What came is kept; what did not is wanted from the new source.
-            if self._offer is not None:
-                self._offer.wanted = list(self._missing(self._offer.commit))
-        elif error or failed:
-            return self.go_local(error or "digest_mismatch")
-        return self._next()
+        return [*self._release_superseded(), *self._answered(pull, set(bad), error)]
 
     def go_local(self, reason: str) -> list[SinkEffect]:
         """Give the hand-off up: at once, or when the pull in flight is answered."""
@@ -213,6 +203,31 @@ class Sink:
         return SendRelease(self.source, HandoffRelease(attempt=self.attempt, worker=self._worker, reason=reason))
 
     # -------------------------------------------------------------------------------------------- inside
+
+    def _answered(self, pull: Pull, failed: set[tuple[int, int]], error: str) -> list[SinkEffect]:
+        if not error:
+            for item in pull.items:
+                if (item.group, item.position) not in failed:
+                    self._store(item.group, item.position)
+        if self._ending == "closed":
+            return self._close()
+        self._bad += sorted(failed)
+        if self._ending:
+            return self.go_local(self._ending)
+        if pull.attempt != self.attempt:
+            # The attempt before this one asked for it. What came is kept; what did not is wanted from the new source.
+            if self._offer is not None:
+                self._offer.wanted = list(self._missing(self._offer.commit))
+        elif error or failed:
+            return self.go_local(error or "digest_mismatch")
+        return self._next()
+
+    def _release_superseded(self) -> list[SinkEffect]:
+        if self._pulling is not None:
+            return []
+        effects: list[SinkEffect] = [*self._superseded]
+        self._superseded = []
+        return effects
 
     @property
     def _settled(self) -> bool:

@@ -55,6 +55,9 @@ class Transport(Protocol):
             source_blocks: blocks per group of the source's pool; () when it is not known.
         """
 
+    def drop_dead(self) -> None:
+        """Let go of peers whose process is gone."""
+
     def close(self) -> None:
         """Let go of every peer."""
 
@@ -68,6 +71,7 @@ class PeerPool:
         Raises:
             Unavailable: no plain pool file of that name lies in the folder, or its size is not the layout's.
         """
+        self.name = name
         self.layout = layout
         fd = _open_plain(folder, name)
         try:
@@ -121,6 +125,14 @@ class SharedMemoryTransport:
             if digest != item.block.digest:
                 bad.append((item.group, item.position))
         return PullResult(tuple(bad), num_bytes)
+
+    def drop_dead(self) -> None:
+        """See `Transport.drop_dead`: a mapping keeps a pool's memory although its file is gone, so the owner's
+        successor might find no room."""
+        for worker, (_, peer) in list(self._peers.items()):
+            if not owner_lives(self._folder, peer.name):
+                peer.close()
+                del self._peers[worker]
 
     def close(self) -> None:
         for _, peer in self._peers.values():

@@ -78,6 +78,9 @@ class Spoiler:
         self.results.append(result)
         return result
 
+    def drop_dead(self) -> None:
+        self._inner.drop_dead()  # type: ignore[attr-defined]
+
     def close(self) -> None:
         self._inner.close()  # type: ignore[attr-defined]
 

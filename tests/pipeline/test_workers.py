@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.ids import BlockTag, Term
+from shared.contracts.errors import ProtocolError
+from shared.contracts.ids import BlockTag, Term, WorkerId
 from shared.contracts.parts import ExtendedRun, GroupTags, StreamRecord
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum, pack_tokens, unpack_tokens
@@ -220,6 +222,134 @@ async def test_a_resumed_request_goes_on_with_its_sequence_numbers(tmp_path: Pat
         assert final.totals is not None
         assert final.totals.completion_tokens == 12
         assert final.totals.checksum == completion_checksum(expected(PROMPT, 12))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "eos", "finish"), [(5, False, "length"), (4, False, "length"), (12, True, "stop")]
+)
+async def test_a_resumed_request_with_nothing_left_ends_at_once(
+    tmp_path: Path, max_tokens: int, eos: bool, finish: str
+) -> None:
+    async with cell(options(tmp_path)) as c:
+        committed = expected(PROMPT, 5)
+        if eos:
+            core = c.decode.shell.core
+            core.facts = replace(core.facts, eos_token_ids=frozenset({committed[-1]}))
+        answer = await c.driver.reserve(
+            c.decode_id,
+            PROMPT + committed,
+            a=attempt(epoch=2),
+            num_prompt_tokens=len(PROMPT),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            prefill=c.prefill_id,
+        )
+        assert isinstance(answer, m.Reserved)
+        assert answer.already_running, "no prefill leg is needed"
+        final = await c.driver.final()
+        assert (final.finish, final.first_seq, final.token_ids) == (finish, 5, b"")
+        assert final.totals is not None
+        assert final.totals.completion_tokens == 5
+        assert final.totals.checksum == completion_checksum(committed)
+        await until(lambda: not c.decode.book.held)
+        await c.driver.idle([c.decode_id])
+
+
+async def test_a_new_placement_releases_the_old_source_under_its_attempt(tmp_path: Path) -> None:
+    releases: list[m.HandoffRelease] = []
+    async with cell(options(tmp_path)) as c:
+        subject = subjects.handoff(c.prefill_id, "release")
+        await c.driver.bus.subscribe(subject, m.HandoffRelease, lambda d: releases.append(d.message))
+        await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id)
+        await c.driver.reserve(c.decode_id, PROMPT, a=attempt(dispatch=2), prefill=WorkerId("prefill-2"))
+        await until(lambda: bool(releases))
+        assert releases[0].attempt == attempt(dispatch=1)
+        await cancel(c, "req-a", dispatch=2)
+        await c.driver.idle([c.decode_id])
+
+
+async def test_a_reservation_cancelled_while_it_waits_for_the_one_before_is_refused(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        engine, gate = c.decode.shell.core.engine, threading.Event()
+        engine.call(lambda batcher: gate.wait(5))  # the planner answers nothing meanwhile
+        reserves = [asyncio.create_task(c.driver.reserve(c.decode_id, PROMPT, a=attempt(dispatch=d))) for d in (1, 2)]
+        await until(lambda: len(c.decode.book.table) == 1)
+        await until(lambda: c.decode.book.table.attempts == (attempt(dispatch=2),))
+        cancelled = asyncio.create_task(cancel(c, "req-a", dispatch=2))
+        await until(lambda: not c.decode.book.held)
+        gate.set()
+        assert [type(answer) for answer in await asyncio.gather(*reserves)] == [m.Refusal, m.Refusal]
+        assert (await cancelled).held
+        assert not c.decode.book.held, "it would run for nobody"
+        await c.driver.idle([c.decode_id])
+
+
+async def test_a_newer_epoch_survives_the_refusal_of_the_one_before(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        engine, gate = c.decode.shell.core.engine, threading.Event()
+        big = SamplingParams(max_tokens=200, ignore_eos=True)
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-big"))
+        engine.call(lambda batcher: gate.wait(5))
+        first = asyncio.create_task(c.driver.reserve(c.decode_id, PROMPT, sampling=big))
+        await until(lambda: attempt().request_id in c.decode.book.held)
+        cancelled = asyncio.create_task(cancel(c, "req-a"))
+        await until(lambda: attempt().request_id not in c.decode.book.held)
+        second = asyncio.create_task(c.driver.reserve(c.decode_id, PROMPT[:4], a=attempt(epoch=2)))
+        await until(lambda: attempt().request_id in c.decode.book.held)
+        gate.set()
+        assert isinstance(await first, m.Refusal)
+        await cancelled
+        assert isinstance(await second, m.Reserved)
+        await c.driver.final()
+        assert c.driver.output() == expected(PROMPT[:4], 12)
+        await cancel(c, "req-big")
+
+
+async def test_a_prefill_cancelled_while_it_is_refused_ends_quietly(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        engine, gate = c.prefill.shell.core.engine, threading.Event()
+        reserved = m.Reserved(incarnation=c.decode.shell.incarnation, num_cached_tokens=0, lease_token=b"x" * 16)
+        engine.call(lambda batcher: gate.wait(5))
+        run = asyncio.create_task(c.driver.run(c.prefill_id, c.decode_id, PROMPT * 10, reserved))
+        await until(lambda: len(c.prefill.table) == 1)
+        message = m.Cancel(attempt=attempt(), reason="client")
+        await c.driver.bus.request(subjects.prefill(c.prefill_id, "cancel"), message, m.Cancelled, timeout_s=5)
+        gate.set()
+        answer = await run
+        assert isinstance(answer, m.Refusal)
+        assert (answer.error.code, answer.never) == ("Overloaded/overloaded", True)
+        await c.driver.idle([c.prefill_id])
+
+
+async def test_a_prompt_beyond_the_context_is_refused_by_prefill_too(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        core = c.prefill.shell.core
+        core.facts = replace(core.facts, max_positions=len(PROMPT) - 1)
+        reserved = m.Reserved(incarnation=c.decode.shell.incarnation, num_cached_tokens=0, lease_token=b"x" * 16)
+        answer = await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved)
+        assert isinstance(answer, m.Refusal)
+        assert answer.error.code.startswith("ContextExceeded")
+        assert answer.never
+
+
+async def test_a_fault_in_a_reservation_is_answered_and_leaves_nothing(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        weightless = signed_grant("req-a", weight=0.0)
+        answer = await c.driver.reserve(c.decode_id, PROMPT, grant=weightless)
+        assert isinstance(answer, m.Refusal)
+        assert answer.error.code == "Internal/internal_error"
+        assert not c.decode.book.held
+        assert isinstance(await c.driver.reserve(c.decode_id, PROMPT), m.Reserved)
+        await c.driver.final()
+
+
+async def test_a_finish_inside_the_prompt_is_refused(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        c.driver.ack_finals = False
+        await c.driver.reserve(c.decode_id, PROMPT)
+        await c.driver.final()
+        message = m.Finish(attempt=attempt(), choice=0, num_tokens=-1)
+        with pytest.raises(ProtocolError):
+            await c.driver.bus.request(subjects.decode(c.decode_id, "finish"), message, m.Finished, timeout_s=5)
 
 
 async def test_a_newer_dispatch_keeps_pulled_blocks(tmp_path: Path) -> None:
@@ -438,3 +568,20 @@ async def test_spans_of_a_handed_off_request(tmp_path: Path) -> None:
     assert spans["prefill.run"].attributes[a.COMPUTED_TOKENS] == len(PROMPT) - 1
     assert spans["handoff.pull"].attributes[a.BLOCKS] == 8
     assert spans["handoff.pull"].attributes[a.BYTES] == 8 * 16
+    assert spans["handoff.pull"].attributes[a.MISMATCHES] == 0
+    assert spans["handoff.pull"].attributes[a.TRANSPORT] == "shared_memory"
+
+
+async def test_a_prefill_that_is_wholly_cached_says_so_on_its_span(tmp_path: Path) -> None:
+    telemetry = Telemetry("prefill", None)
+    prompt, tags = PROMPT[:9], (GroupTags(0, tuple(BlockTag(bytes([i]) * 16) for i in range(2))),)
+    async with cell(options(tmp_path), tracer=telemetry.tracer) as c:
+        for name in ("req-a", "req-b"):
+            reserved = await c.driver.reserve(c.decode_id, prompt, a=attempt(name), prefill=c.prefill_id)
+            assert isinstance(reserved, m.Reserved)
+            await c.driver.run(c.prefill_id, c.decode_id, prompt, reserved, a=attempt(name), tags=tags)
+            await c.driver.final(name)
+            await until(lambda: len(c.prefill.table) == 0)
+            await asyncio.sleep(0.15)  # tags are applied in batches
+    spans = [s for s in telemetry.queue.take() if s.name == "prefill.run"]
+    assert [s.attributes[a.CACHED_TOKENS] for s in spans] == [0, 8]

@@ -40,7 +40,9 @@ def verify(signed: SignedGrant) -> Grant:
     return VERIFIER.verify(signed, time.time())
 
 
-def signed_grant(request: str, *, retention_s: int = -1, signer: GrantSigner = SIGNER) -> SignedGrant:
+def signed_grant(
+    request: str, *, retention_s: int = -1, weight: float = 1.0, signer: GrantSigner = SIGNER
+) -> SignedGrant:
     tenant = TenantId("acme")
     return signer.sign(
         Grant(
@@ -54,6 +56,7 @@ def signed_grant(request: str, *, retention_s: int = -1, signer: GrantSigner = S
             expires_s=time.time() + 600,
             budget_s=60,
             retention_s=retention_s,
+            weight=weight,
         )
     )
 

@@ -202,13 +202,26 @@ def test_restamp_keeps_pulled_blocks_and_the_pull_in_flight() -> None:
     first = only_pull(sink.commit(advance(source, 4)))
     sink.commit(advance(source, 8))
     second = only_pull(sink.pulled(first.ticket, []))
-    sink.restamp(attempt(2), PREFILL, TOKEN)
+    assert sink.restamp(attempt(2), PREFILL, TOKEN) == [], "the old source is being read"
     assert sink.commit(advance(source, 10)) == [], "the old attempt is fenced"
     newer = make_source(first_token=sink.contiguous, a=attempt(2))
     assert sink.commit(advance(newer, 10)) == [], "its first block is being pulled"
-    third = only_pull(sink.pulled(second.ticket, [(0, 1)]))
+    released, *effects = sink.pulled(second.ticket, [(0, 1)])
+    assert isinstance(released, SendRelease)
+    assert released.message.attempt == attempt(1)
+    third = only_pull(effects)
     assert positions(third) == [(0, 1, 4), (0, 2, 2)], "the old attempt's bad block comes from the new source"
     assert sink.pulled(third.ticket, [])[-1] == Received(attempt(2), 10, True)
+
+
+def test_restamp_releases_the_old_source_under_the_old_attempt() -> None:
+    sink = make_sink()
+    (released,) = sink.restamp(attempt(2), WorkerId("prefill-2"), TOKEN)
+    assert isinstance(released, SendRelease)
+    assert (released.source, released.message.attempt) == (PREFILL, attempt(1))
+    local = sink.go_local("prefill_lease")[0]
+    assert isinstance(local, SendRelease)
+    assert (local.source, local.message.attempt) == ("prefill-2", attempt(2))
 
 
 def test_two_groups_with_different_block_sizes() -> None:

@@ -117,6 +117,28 @@ def test_restamp_sends_again_from_what_the_ingress_has() -> None:
     assert frames[0][1].records[0].attempt == attempt(epoch=2)
 
 
+def test_restamp_refuses_what_the_tokens_here_do_not_reach() -> None:
+    box = outbox()
+    box.open(attempt(), GW1, 1, 5)
+    box.tokens(attempt(), 0, [1, 2])
+    for from_seq in (4, 8):
+        assert not box.restamp(attempt(epoch=2), GW2, from_seq)
+    assert not box.restamp(attempt("req-b", epoch=2), GW2, 0), "not held"
+    assert flat(box.frames(0)) == [("req-a", 5, [1, 2], "")], "nothing was changed"
+    assert box.restamp(attempt(epoch=2), GW2, 7)
+    assert box.frames(0) == []
+
+
+def test_dropping_an_attempt_spares_a_newer_one() -> None:
+    box = outbox()
+    box.open(attempt(), GW1, 1, 0)
+    box.open(attempt(epoch=2), GW1, 1, 0)
+    box.drop(attempt())
+    assert box.holds(attempt(epoch=2))
+    box.drop(attempt(epoch=2))
+    assert len(box) == 0
+
+
 def test_frames_and_records_are_split_by_size() -> None:
     box = outbox(max_bytes=4096)
     for i in range(30):

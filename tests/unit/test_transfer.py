@@ -93,6 +93,25 @@ def test_a_new_incarnation_is_mapped_anew(tmp_path: Path) -> None:
     transport.close()
 
 
+def mapped(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_peers_that_are_gone_give_their_memory_back(tmp_path: Path) -> None:
+    source, own = make_pool(tmp_path, "prefill-1", 6), make_pool(tmp_path, "decode-1", 3)
+    transport = SharedMemoryTransport(tmp_path, GROUPS, own.span)
+    pull = pull_of(source, 4)
+    before = mapped(tmp_path)
+    transport.pull(pull, [[2]], ())
+    transport.drop_dead()
+    assert mapped(tmp_path) == before + 1
+    source.close()
+    transport.drop_dead()
+    assert mapped(tmp_path) == before
+    assert "pool_unreadable" in transport.pull(pull, [[2]], ()).error
+    transport.close()
+
+
 def test_another_size_than_the_layout_is_an_error(tmp_path: Path) -> None:
     source, own = make_pool(tmp_path, "prefill-1", 6), make_pool(tmp_path, "decode-1", 3)
     transport = SharedMemoryTransport(tmp_path, GROUPS, own.span)

@@ -7,8 +7,9 @@ from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import BlockGeneration, BlockTag, Dispatch, Epoch, RequestId
 from shared.contracts.parts import ExtendedRun, GroupTags
+from shared.contracts.tokens import unpack_tokens
 from shared.engine.sequence import CompletedBlock
-from shared.engine.worker_tags import TagChains, Tagging
+from shared.engine.worker_tags import AskedRun, TagChains, Tagging
 
 ATTEMPT = Attempt(RequestId("req-a"), Epoch(1), Dispatch(1))
 GRANT = SignedGrant(b"", b"")
@@ -24,7 +25,7 @@ def block(position: int) -> CompletedBlock:
 
 def opened(known: int) -> TagChains:
     chains = TagChains(1)
-    chains.open("s", ATTEMPT, GRANT, [GroupTags(0, tuple(tag(i) for i in range(known)))])
+    chains.open("s", ATTEMPT, GRANT, [GroupTags(0, tuple(tag(i) for i in range(known)))], [])
     return chains
 
 
@@ -80,7 +81,7 @@ def test_closed_chains_are_forgotten_when_nothing_waits() -> None:
     assert len(chains) == 1
     assert chains.extended(asked, ExtendedRun(tags=(tag(1),))) == [Tagging(0, block(1), tag(1))]
     assert len(chains) == 0
-    chains.open("t", ATTEMPT, GRANT, [])
+    chains.open("t", ATTEMPT, GRANT, [], [])
     chains.completed("t", [[block(0)]])
     chains.close("t")
     (asked,) = chains.take_runs()
@@ -92,3 +93,52 @@ def test_prefill_asks_for_nothing() -> None:
     chains = opened(1)
     chains.completed("s", [[block(1)]], ask=False)
     assert chains.take_runs() == []
+
+
+UNKNOWN = ExtendedRun(error=ErrorInfo("Conflict/unknown_parent", "send the whole prefix"))
+
+
+def asked_behind_an_unknown_parent() -> tuple[TagChains, AskedRun]:
+    """Two known blocks, one tagged by the index since, one more that a restarted index refuses."""
+    chains = TagChains(1)
+    chains.open("s", ATTEMPT, GRANT, [GroupTags(0, (tag(0), tag(1)))], [0, 0, 1, 1, 2])
+    chains.completed("s", [[block(2)]])
+    (asked,) = chains.take_runs()
+    chains.extended(asked, ExtendedRun(tags=(tag(2),)))
+    chains.completed("s", [[block(3)]])
+    (asked,) = chains.take_runs()
+    assert chains.extended(asked, UNKNOWN) == []
+    (asked,) = chains.take_runs()
+    return chains, asked
+
+
+def test_an_index_that_does_not_know_the_parent_is_sent_the_whole_prefix() -> None:
+    chains, asked = asked_behind_an_unknown_parent()
+    assert asked.run.parent == b""
+    assert unpack_tokens(asked.run.token_ids) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [b.block_id for b in asked.run.blocks] == [-1, -1, -1, 53]
+    tags = tuple(tag(i) for i in range(4))
+    assert chains.extended(asked, ExtendedRun(tags=tags)) == [Tagging(0, block(3), tag(3))]
+    chains.completed("s", [[block(4)]])
+    (asked,) = chains.take_runs()
+    assert (asked.run.parent, len(asked.run.blocks)) == (tag(3), 1)
+    chains.extended(asked, UNKNOWN)
+    (asked,) = chains.take_runs()
+    assert len(asked.run.blocks) == 5, "it may be restarted again"
+
+
+def test_the_whole_prefix_is_sent_once() -> None:
+    chains, asked = asked_behind_an_unknown_parent()
+    assert chains.extended(asked, UNKNOWN) == []
+    chains.completed("s", [[block(4)]])
+    assert chains.take_runs() == []
+
+
+def test_a_prefix_that_is_not_at_hand_ends_the_chain() -> None:
+    chains = opened(2)
+    chains.completed("s", [[block(2)]])
+    (asked,) = chains.take_runs()
+    chains.extended(asked, UNKNOWN)
+    assert chains.take_runs() == []
+    chains.close("s")
+    assert len(chains) == 0
