@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.placement import Ask, HandoffCost, choose, handed_off_cost_s, local_cost_s
+from services.scheduler.placement import Ask, HandoffCost, choose, handed_off_cost_s, local_cost_s, steps_s
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import StepModel
+from shared.engine.step_time import chunk_context
 from shared.settings.sections import EngineSettings
 from tests.unit.scheduler_support import view
 
@@ -69,6 +70,15 @@ def test_each_path_pays_for_what_is_uncached_at_its_own_worker() -> None:
 def test_context_term_makes_deep_chunks_dearer() -> None:
     deep = replace(DECODE, step_model=StepModel(base_s=0.025, token_s=0.0012, context_s=1e-5))
     assert local_cost_s(deep, 128, 2_000) > local_cost_s(deep, 128, 0)
+
+
+def test_context_counts_the_positions_that_every_token_attends_to() -> None:
+    """As the engine counts them: whole or in chunks, and for what is queued, from its own beginning."""
+    model = StepModel(context_s=1.0)
+    assert steps_s(model, 1, start=99, chunk=1, running=0) == 100
+    assert steps_s(model, 3, start=10, chunk=128, running=0) == 11 + 12 + 13 == chunk_context(10, 3)
+    assert steps_s(model, 3, start=10, chunk=2, running=5) == 11 + 12 + 13
+    assert steps_s(model, 1, start=10, chunk=9, running=0, queue_tokens=4) == 1 + 2 + 3 + 4 + 11
 
 
 def test_paths_that_need_no_estimate() -> None:
