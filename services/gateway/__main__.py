@@ -31,6 +31,8 @@ async def main(runtime: Runtime) -> None:
         pool=settings.model.pool,
         max_body_bytes=settings.gateway.max_body_bytes,
         drain_s=settings.gateway.shutdown_s,
+        submit_s=settings.scheduler.lease_s + 3.0,
+        worker_silence_s=settings.scheduler.worker_timeout_s,
         probe_key=runtime.secret_text(PROBE_KEY_VARIABLE),
     )
     sock = bind(settings.gateway.host, settings.gateway.port)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shared.bus.bus import NO_RESPONDERS
 from shared.contracts.errors import BatonError, Internal, ProtocolError, Unavailable, UnknownModel
 
 DEFAULT_RETRY_S = 1.0
@@ -30,9 +31,9 @@ def error_body(error: BatonError) -> dict[str, Any]:
     message = error.message
     if isinstance(error, ProtocolError):
         message = "an internal message was broken"
-    if isinstance(error, Unavailable) and error.code == Unavailable.default_code:
+    if isinstance(error, Unavailable) and error.code in (Unavailable.default_code, NO_RESPONDERS):
         # the bus's words and param name hops of ours
-        return _body("the service is not available now; try again", error.status, "", error.code)
+        return _body("the service is not available now; try again", error.status, "", Unavailable.default_code)
     return _body(message, error.status, error.param, error.code)
 
 

@@ -20,7 +20,7 @@ from services.gateway.liveness import Liveness
 from services.gateway.request_plan import RequestPlan
 from services.gateway.session import Session
 from services.gateway.settings import GatewayConfig
-from shared.bus.bus import Bus, Delivery, Subscription
+from shared.bus.bus import NO_RESPONDERS, Bus, Delivery, Subscription
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, ProtocolError, Unavailable, from_wire
@@ -57,8 +57,6 @@ log = logging.getLogger("baton.gateway")
 WORKER_REPLY_S = 1.0
 QUIET_S = 1.5
 """A worker with running requests speaks once a second; one silent for longer is asked whether it is there."""
-NOBODY_LISTENS = "nobody listens"
-"""How the bus ends the message of a request that no subscription takes."""
 PROBE_KEY_HASH = bytes(32)
 """No key has this hash; asking about it only shows that policy answers."""
 
@@ -321,7 +319,7 @@ class GatewayService:
                 subjects.decode(worker, "ack"), FinalAck(attempts=()), FinalAcked, timeout_s=WORKER_REPLY_S
             )
         except Unavailable as exc:
-            if exc.message.endswith(NOBODY_LISTENS):
+            if exc.code == NO_RESPONDERS:
                 log.warning("worker %s is gone", worker)
                 for session in list(self.sessions.values()):
                     session.apply(session.stream.on_worker_lost(worker, self._clock()))

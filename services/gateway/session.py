@@ -39,6 +39,7 @@ from shared.contracts.tokens import pack_tokens
 from shared.telemetry import attributes as a
 from shared.telemetry.token_timings import TokenTimings
 from shared.text import stream_effects as fx
+from shared.text.stream_choice import StreamRules
 from shared.text.stream_commit import StreamCommit
 
 log = logging.getLogger("baton.gateway")
@@ -85,6 +86,7 @@ class Session:
             arrived=arrived,
             budget_s=grant.budget_s,
             find_stop=self._find_stop,
+            rules=StreamRules(worker_silence_s=config.worker_silence_s, first_submit_s=config.submit_s),
             term=term,
         )
         self.aborted = asyncio.Event()

@@ -22,6 +22,10 @@ class GatewayConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
     hop_timeout_s: float = 5.0
+    submit_s: float = 8.0
+    """A request no scheduler ever took is tried for so long: an election takes the lease and a little more."""
+    worker_silence_s: float = 10.0
+    """A worker of a running request not heard for so long is lost."""
     drain_s: float = 10.0
     max_unsent_bytes: int = 256 * 1024
     max_blocked_s: float = 30.0

@@ -24,7 +24,7 @@ from services.scheduler.record import State
 from services.scheduler.request_table import RequestTable
 from services.scheduler.settings import SchedulerConfig
 from services.scheduler.worker_registry import LostWorker, RefusedWorker, WorkerRegistry
-from shared.bus.bus import NOBODY_LISTENS, Bus, Delivery, Subscription
+from shared.bus.bus import NO_RESPONDERS, Bus, Delivery, Subscription
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
@@ -360,7 +360,7 @@ class SchedulerService:
             await self._bus.request(build(view.worker, "cancel"), cancel, m.Cancelled, timeout_s=REPLY_S)
         except BatonError as exc:
             log.info("quiet worker %s: %s", view.worker, exc)
-            if exc.message.endswith(NOBODY_LISTENS):
+            if exc.code == NO_RESPONDERS:
                 lost = self._workers.nobody_listens(view.worker, asked_s, self._clock())
                 if lost is not None:
                     self._worker_lost(lost)

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import msgspec
 from opentelemetry.context import Context
 
-NOBODY_LISTENS = "nobody listens"
-"""How the message of an Unavailable ends when no subscription takes a request: told at once, unlike a time-out."""
+NO_RESPONDERS = "no_responders"
+"""Code of the Unavailable when no subscription takes a request: told at once, unlike a time-out. It speaks of the hop
+the asker made itself, so it never travels in an answer."""
 BUDGET_HEADER = "Baton-Budget-Ms"
 ERROR_HEADER = "Baton-Error"
 
@@ -61,8 +62,8 @@ class Bus(Protocol):
     async def request(self, subject: str, message: msgspec.Struct, reply_type: Any, *, timeout_s: float) -> Any:
         """Ask and wait at most `timeout_s`, which is also the budget sent along.
 
-        Raises the BatonError the other side raised; Unavailable naming the subject when nobody listens or no answer
-        comes in time; ProtocolError when the answer does not decode as `reply_type`.
+        Raises the BatonError the other side raised; Unavailable naming the subject when nobody listens (code
+        NO_RESPONDERS) or no answer comes in time; ProtocolError when the answer does not decode as `reply_type`.
         """
 
     async def serve(self, subject: str, message_type: Any, handler: RequestHandler, *, queue: str = "") -> Subscription:

@@ -15,8 +15,8 @@ from opentelemetry import context as otel_context
 from opentelemetry import propagate
 from opentelemetry.context import Context
 
-from shared.bus.bus import BUDGET_HEADER, ERROR_HEADER, Delivery, RequestHandler
-from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, from_wire, to_wire
+from shared.bus.bus import BUDGET_HEADER, ERROR_HEADER, NO_RESPONDERS, Delivery, RequestHandler
+from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, Unavailable, from_wire, to_wire
 from shared.contracts.message import decode, encode
 
 log = logging.getLogger("baton.bus")
@@ -24,6 +24,7 @@ log = logging.getLogger("baton.bus")
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 """The largest message NATS is configured to take: a submit with a very long prompt."""
 
+MAX_BUDGET_DIGITS = 12
 INBOX_PREFIX = "_INBOX_"
 """Every service's reply inbox is `_INBOX_<service>.…`; the bus answers nowhere else."""
 
@@ -71,7 +72,7 @@ def incoming(
         return Delivery(subject, message, _EMPTY)
     deadline = None
     if budget := headers.get(BUDGET_HEADER):
-        if not budget.isascii() or not budget.isdigit():
+        if not budget.isascii() or not budget.isdigit() or len(budget) > MAX_BUDGET_DIGITS:
             raise ProtocolError(f"budget header on {subject} is not a number of milliseconds")
         deadline = (time.monotonic() if now is None else now) + int(budget) / 1000
     return Delivery(subject, message, propagate.extract(headers, context=_EMPTY), deadline)
@@ -98,6 +99,9 @@ async def answer(handler: RequestHandler, delivery: Delivery, limit: int) -> tup
 
 def error_headers(error: BatonError) -> Headers:
     """The headers of an answer that is an error."""
+    if isinstance(error, Unavailable) and error.code == NO_RESPONDERS:
+        # of a hop of ours; the asker must not think that nobody listened to it
+        error = Unavailable(error.message, param=error.param, retry_after_s=error.retry_after_s)
     return {ERROR_HEADER: _error_encoder.encode(to_wire(error)).decode()}
 
 

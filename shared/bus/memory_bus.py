@@ -18,7 +18,7 @@ import msgspec
 from opentelemetry import context as otel_context
 
 from shared.bus import envelope
-from shared.bus.bus import NOBODY_LISTENS, Delivery, DurableHandler, MessageHandler, RequestHandler, Subscription
+from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Subscription
 from shared.bus.streams import spec_of
 from shared.bus.subscriptions import BusStats, RequestTasks
 from shared.contracts.errors import BatonError, Overloaded, ProtocolError, Unavailable
@@ -213,7 +213,7 @@ class MemoryBus:
         self._require_connection(subject)
         stream = self._broker.stream_of(subject)
         if stream is None:
-            raise Unavailable(f"{subject}: {NOBODY_LISTENS}", param=subject, retry_after_s=1.0)
+            raise Unavailable(f"{subject}: nobody listens", param=subject, retry_after_s=1.0, code=NO_RESPONDERS)
         if message_id not in stream.ids:
             stream.ids.add(message_id)
             stream.parcels.append(parcel)
@@ -225,7 +225,7 @@ class MemoryBus:
         self._require_connection(subject)
         reply: asyncio.Future[Parcel] = asyncio.get_running_loop().create_future()
         if not self._broker.route(Parcel(subject, payload, headers, reply)):
-            raise Unavailable(f"{subject}: {NOBODY_LISTENS}", param=subject, retry_after_s=1.0)
+            raise Unavailable(f"{subject}: nobody listens", param=subject, retry_after_s=1.0, code=NO_RESPONDERS)
         try:
             answer = await asyncio.wait_for(reply, timeout_s)
         except TimeoutError as exc:

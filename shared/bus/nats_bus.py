@@ -22,7 +22,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from shared.bus import envelope
-from shared.bus.bus import NOBODY_LISTENS, Delivery, DurableHandler, MessageHandler, RequestHandler, Subscription
+from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Subscription
 from shared.bus.nats_consumer import DurableConsumer
 from shared.bus.nats_lease import LeaseBucket
 from shared.bus.streams import spec_of
@@ -182,7 +182,7 @@ class NatsBus:
 
     def _mapped(self, exc: Exception, hop: str) -> BatonError:
         if isinstance(exc, nats.errors.NoRespondersError | nats.js.errors.NoStreamResponseError):
-            return Unavailable(f"{hop}: {NOBODY_LISTENS}", param=hop, retry_after_s=1.0)
+            return Unavailable(f"{hop}: nobody listens", param=hop, retry_after_s=1.0, code=NO_RESPONDERS)
         if isinstance(exc, nats.errors.MaxPayloadError):
             return ProtocolError(f"{hop}: message over the payload limit", param=hop)
         if isinstance(exc, nats.errors.TimeoutError):

@@ -24,7 +24,9 @@ class StreamRules:
     close_reply_s: float = 2.0
     """Wait for the worker's account after finish or cancel; then the request is settled without it."""
     resubmit_s: float = 1.0
-    """Pause between tries to submit a resumed request."""
+    """Pause between tries to submit."""
+    first_submit_s: float = 8.0
+    """A request no scheduler ever took is tried for so long: an election, or a restart, takes a few seconds."""
     max_lost: int = 3
     """The loss with this number ends the request with an error."""
 

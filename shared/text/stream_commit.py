@@ -94,6 +94,7 @@ class StreamCommit:
         self._news_at = arrived
         self._absent_at = -1.0
         self._submit_at = -1.0  # when to submit again; negative: submitted
+        self._first_until = arrived
         self._awaiting: set[tuple[str, int]] = set()
         self._close_at = 0.0
         self._cancelled: dict[tuple[Attempt, WorkerId], float] = {}
@@ -113,6 +114,7 @@ class StreamCommit:
 
     def start(self, now: float) -> list[Effect]:
         """The first submit. Call once."""
+        self._first_until = now + self._rules.first_submit_s
         return [self._submit(now)]
 
     def on_queued(self, term: Term, now: float) -> list[Effect]:
@@ -124,11 +126,15 @@ class StreamCommit:
         return []
 
     def on_submit_failed(self, error: BatonError, now: float) -> list[Effect]:
-        """The submit was refused or not answered. That ends a request never taken; another one is tried again."""
+        """The submit was refused or not answered: tried again, a request never taken only for `first_submit_s`.
+
+        Safe, as submits are idempotent. An Overloaded ends a request never taken: the scheduler means it.
+        """
         if self.end is not None or self.worker:
             return []
         fresh = self.attempt.epoch == 1 and not self._taken
-        if fresh or not isinstance(error, Unavailable | Overloaded):
+        passing = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and not fresh)
+        if not passing or (fresh and now + self._rules.resubmit_s > self._first_until):
             return self._finish("error", error, now)
         self._submit_at = now + self._rules.resubmit_s
         return []

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from shared.bus.bus import NO_RESPONDERS
 from shared.bus.memory_bus import MemoryBroker
 from shared.contracts import subjects
 from shared.contracts.errors import Overloaded, QuotaExceeded, Unavailable
@@ -123,6 +124,28 @@ async def test_without_policy_or_scheduler_it_is_503() -> None:
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert "baton.v1" not in response.text
+
+
+async def test_a_request_that_comes_during_an_election_waits_for_it() -> None:
+    backend = Backend(MemoryBroker(), scheduler_refuses=Unavailable("no longer leading"))
+    async with gateway_stack(backend) as stack:
+        asked = asyncio.create_task(post(stack, "chat/completions", chat()))
+        while not backend.submits:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        backend.scheduler_refuses = None
+        assert (await asked).status_code == 200
+        assert len({submit.attempt for submit in backend.submits}) == 1 < len(backend.submits)
+
+
+async def test_an_election_that_does_not_end_is_503_and_lets_the_reservation_go() -> None:
+    backend = Backend(MemoryBroker(), scheduler_refuses=Unavailable("no longer leading", code=NO_RESPONDERS))
+    async with gateway_stack(backend, submit_s=1.5) as stack:
+        response = await post(stack, "chat/completions", chat(stream=True))
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["code"] == "unavailable"
+        assert len(backend.submits) == 2
+        (settle,) = await stack.settled()
+        assert (settle.prompt_tokens, settle.completion_tokens, settle.finish) == (0, 0, "error")
 
 
 async def test_a_stream_that_fails_ends_with_an_error_frame_and_without_done() -> None:

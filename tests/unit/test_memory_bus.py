@@ -12,11 +12,12 @@ import msgspec
 import pytest
 from opentelemetry import baggage, context
 
-from shared.bus.bus import Bus, Delivery
+from shared.bus import envelope
+from shared.bus.bus import BUDGET_HEADER, NO_RESPONDERS, Bus, Delivery
 from shared.bus.memory_bus import MemoryBroker, MemoryBus, matches
 from shared.bus.nats_bus import connect_bus
 from shared.contracts.errors import Internal, Overloaded, ProtocolError, QuotaExceeded, Unavailable
-from shared.contracts.message import Message
+from shared.contracts.message import Message, encode
 from tests.servers import NatsServer
 
 
@@ -76,9 +77,29 @@ async def test_request_and_reply(connect: Connect, topic: str) -> None:
 async def test_nobody_listens_is_told_at_once_and_names_the_hop(connect: Connect, topic: str) -> None:
     client = await connect("gateway")
     started = time.monotonic()
-    with pytest.raises(Unavailable, match=topic):
+    with pytest.raises(Unavailable, match=topic) as caught:
         await client.request(topic, Ask(), Reply, timeout_s=5)
+    assert caught.value.code == NO_RESPONDERS
     assert time.monotonic() - started < 2
+
+
+async def test_a_missing_listener_behind_the_one_asked_is_not_taken_for_it(connect: Connect, topic: str) -> None:
+    server, client = await connect("policy"), await connect("gateway")
+
+    async def ask_further(delivery: Delivery) -> msgspec.Struct:
+        reply: msgspec.Struct = await server.request(f"{topic}.further", Ask(), Reply, timeout_s=2)
+        return reply
+
+    await server.serve(topic, Ask, ask_further)
+    with pytest.raises(Unavailable, match="further") as caught:
+        await client.request(topic, Ask(), Reply, timeout_s=5)
+    assert caught.value.code == "unavailable"
+
+
+@pytest.mark.parametrize("budget", ["-1", "1.5", "²", "9" * 13, "9" * 5000])
+def test_a_budget_that_is_none_is_a_protocol_error(budget: str) -> None:
+    with pytest.raises(ProtocolError, match="budget"):
+        envelope.incoming("a.b", encode(Ask()), {BUDGET_HEADER: budget}, Ask)
 
 
 async def test_a_late_answer_names_the_hop(connect: Connect, topic: str) -> None:

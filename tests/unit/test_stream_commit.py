@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import Internal, Overloaded, Unavailable, to_wire
+from shared.contracts.errors import BatonError, Internal, InvalidInput, Overloaded, Unavailable, to_wire
 from shared.contracts.ids import Dispatch, Epoch, RequestId, Term, WorkerId
 from shared.contracts.messages import Placed
 from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
@@ -244,14 +244,32 @@ def test_other_tokens_for_a_committed_position_lose_the_attempt() -> None:
     assert kinds(stream.on_record(W1, record(1, [9]), 1.0)) == ["SendCancel", "SubmitAttempt"]
 
 
-def test_a_resumed_submit_that_fails_is_tried_again_the_first_one_is_not() -> None:
-    stream = running()
-    stream.on_worker_lost(W1, 1.0)
-    assert stream.on_submit_failed(Unavailable("scheduler"), 1.0) == []
-    assert kinds(stream.on_tick(2.0)) == ["SubmitAttempt"]
+def test_a_resumed_submit_that_fails_is_tried_again() -> None:
+    for error in (Unavailable("scheduler"), Overloaded("full")):
+        stream = running()
+        stream.on_worker_lost(W1, 1.0)
+        assert stream.on_submit_failed(error, 50.0) == []
+        assert kinds(stream.on_tick(51.0)) == ["SubmitAttempt"]
+
+
+def test_a_first_submit_is_tried_again_for_a_few_seconds_under_the_same_attempt() -> None:
+    stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=100.0, rules=StreamRules(first_submit_s=3.0))
+    (first,) = stream.start(5.0)
+    assert stream.on_submit_failed(Unavailable("election"), 5.0) == []
+    assert stream.on_tick(5.5) == []
+    assert stream.on_tick(6.0) == [SubmitAttempt(first.attempt, PROMPT, len(PROMPT), 6.0)]  # type: ignore[attr-defined]
+    assert stream.on_submit_failed(Unavailable("election"), 7.0) == []
+    stream.on_tick(8.0)
+    assert kinds(stream.on_submit_failed(Unavailable("election"), 8.0)) == ["End", "SettleRequest"]
+    assert stream.end is not None
+    assert isinstance(stream.end.error, Unavailable)
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), InvalidInput("never")])
+def test_a_first_submit_that_is_refused_for_good_ends_at_once(error: BatonError) -> None:
     stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=100.0)
     stream.start(0.0)
-    assert kinds(stream.on_submit_failed(Unavailable("scheduler"), 1.0)) == ["End", "SettleRequest"]
+    assert kinds(stream.on_submit_failed(error, 0.1)) == ["End", "SettleRequest"]
 
 
 @dataclass
