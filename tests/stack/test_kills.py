@@ -113,6 +113,13 @@ def busy_worker(stack: Baton, role: str) -> str:
     return until(found, 20, lambda: stack.get("/baton/cluster"))
 
 
+def prompt_tokens_left(stack: Baton) -> int:
+    """Tokens the prefill worker has taken and not yet computed."""
+    return sum(
+        worker["queue_tokens"] for worker in stack.get("/baton/cluster")["workers"] if worker["role"] == "prefill"
+    )
+
+
 def pid_of(stack: Baton, worker: str) -> int:
     """The process of a worker: of its role, with its pool file open."""
     for pid, line in stack.processes().items():
@@ -151,15 +158,24 @@ def test_a_decode_worker_dies_while_it_streams(fakes: Baton, undisturbed: dict[s
 
 
 def test_a_prefill_worker_dies_in_a_prompt(fakes: Baton, undisturbed: dict[str, str]) -> None:
-    # Given a long prompt that is handed off, of which some is computed
+    # Given a long prompt handed off, as both decode workers have streams to serve, of which half is computed
     victim = fakes.pid("prefill")
+    neighbours = [Stream(fakes, PROMPT, 2000).flowing() for _ in range(2)]
     stream = Stream(fakes, OTHER_LONG_PROMPT, 40)
-    assert pid_of(fakes, busy_worker(fakes, "prefill")) == victim
+    until(lambda: 0 < prompt_tokens_left(fakes) < 3000, 20, lambda: prompt_tokens_left(fakes))
     # When the worker that computes it is killed
     kill(fakes, victim)
-    # Then the decode worker computes the rest itself, and the text is the same
+    # Then the decode worker computes the rest itself without a new attempt, and the text is the same
     assert stream.end().text == undisturbed["long"]
-    print([(x["name"], x["attributes"]) for x in fakes.trace(stream.id, "gateway.request", "decode.run")])
+    spans = {span["name"]: span["attributes"] for span in fakes.trace(stream.id, "gateway.request", "decode.run")}
+    assert spans["scheduler.place"]["baton.path"] == "handed_off"
+    assert (spans["decode.run"]["baton.path"], spans["decode.run"]["baton.reason"]) == ("local", "prefill_died")
+    assert spans["gateway.request"]["baton.epoch"] == 1
+    # What had been pulled is kept
+    assert spans["handoff.pull"]["baton.reason"] == "prefill_died"
+    assert spans["handoff.pull"]["baton.blocks"] >= 32
+    # And its neighbours never notice
+    assert all(neighbour.end().text.startswith(undisturbed["short"]) for neighbour in neighbours)
     recovered(fakes)
 
 
