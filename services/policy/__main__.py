@@ -7,9 +7,9 @@ from pathlib import Path
 from services.policy.accounts import Accounts
 from services.policy.bootstrap import apply_bootstrap, read_bootstrap
 from services.policy.records import Records
-from services.policy.service import Defaults, PolicyService
+from services.policy.service import PolicyService
+from services.policy.settings import policy_defaults
 from shared.contracts.errors import SettingsError
-from shared.contracts.grants import Limits
 from shared.lifecycle.runtime import Runtime, run_service
 from shared.security.grant_signature import GrantSigner
 from shared.store.redis_store import connect_redis
@@ -33,11 +33,7 @@ async def main(runtime: Runtime) -> None:
     records = Records(redis)
     for path in filter(None, (runtime.env.get(BOOTSTRAP_VARIABLE), settings.policy.tenants)):
         await apply_bootstrap(read_bootstrap(Path(path)), records)
-    defaults = Defaults(
-        limits=Limits(settings.policy.requests_per_minute, settings.policy.tokens_per_minute),
-        max_tokens=settings.policy.default_max_tokens,
-    )
-    service = PolicyService(runtime.bus, records, Accounts(redis), signer, defaults)
+    service = PolicyService(runtime.bus, records, Accounts(redis), signer, policy_defaults(settings))
     await service.start()
     runtime.stack.push_async_callback(service.stop)
     runtime.ready()

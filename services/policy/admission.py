@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.policy import quota
@@ -19,7 +20,7 @@ MAX_RESERVED_TOKENS = 100_000_000
 class Terms:
     """How long grants last, in seconds. `margin_s` covers clocks and the way back of the last message."""
 
-    budget_s: dict[str, float]  # by class
+    budget_s: Mapping[str, float]  # by class
     margin_s: float = 30.0
 
 

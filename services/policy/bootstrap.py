@@ -36,7 +36,7 @@ class BootstrapKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BootstrapTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tenant; the optional fields are those of `TenantRecord`."""
+    """One tenant; the optional fields are those of `TenantRecord`, which says what is in force."""
 
     id: TenantId
     keys: tuple[BootstrapKey, ...] = ()

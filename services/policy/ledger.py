@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from shared.contracts import messages as m
 from shared.contracts.parts import ComputeRow, Totals
 
+MAX_COUNT = 1_000_000_000
+MAX_SECONDS = 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
@@ -39,6 +42,16 @@ class Booked:
 def compute_name(row: ComputeRow) -> str:
     """Which compute this is. Epoch and dispatch are numbers and worker ids hold no `/`, so names cannot collide."""
     return f"{row.attempt.epoch}/{row.attempt.dispatch}/{row.worker}"
+
+
+def plausible(settle: m.Settle) -> bool:
+    """False for numbers no request comes to. Redis would stop at one half way, with the account changed in part."""
+    counts = [settle.attempt.epoch, settle.prompt_tokens, settle.completion_tokens, settle.cached_tokens]
+    for row in settle.compute:
+        counts += [row.totals.computed_tokens, row.totals.wasted_tokens]
+    seconds = [value for row in settle.compute for value in (row.totals.prefill_s, row.totals.decode_s)]
+    # a comparison with NaN is false
+    return all(0 <= count <= MAX_COUNT for count in counts) and all(0 <= value <= MAX_SECONDS for value in seconds)
 
 
 def apply(row: LedgerRow | None, settle: m.Settle) -> tuple[LedgerRow, Booked]:

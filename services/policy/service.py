@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 from services.policy import admission, quota
 from services.policy.accounts import Accounts
 from services.policy.admission import Terms
+from services.policy.ledger import plausible
 from services.policy.records import Records
 from services.policy.tenants import KeyRecord, TenantRecord, check_key, effective_limits, identity
 from shared.bus.bus import Bus, Delivery, Subscription
@@ -30,32 +31,28 @@ tracer = trace.get_tracer("baton.policy")
 
 QUEUE = "policy"
 MAX_AT_ONCE = 64
-"""Questions decided at the same time; each holds a Redis connection, of which a client has a bounded number."""
-NO_LIMITS = Limits()
-DEFAULT_TERMS = Terms(budget_s={"interactive": 600.0, "analysis": 3600.0, "batch": 86400.0})
+"""Questions decided at the same time; each holds one of the Redis client's connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """What holds for tenants without limits of their own."""
 
-    limits: Limits = NO_LIMITS
-    max_tokens: int = 1024
-    terms: Terms = DEFAULT_TERMS
+    limits: Limits
+    max_tokens: int
+    terms: Terms
 
 
 class PolicyService:
     """One of any number of policy processes on the same Redis. `start`, then `stop`."""
 
-    def __init__(
-        self, bus: Bus, records: Records, accounts: Accounts, signer: GrantSigner, defaults: Defaults | None = None
-    ) -> None:
+    def __init__(self, bus: Bus, records: Records, accounts: Accounts, signer: GrantSigner, defaults: Defaults) -> None:
         self._bus = bus
         self._records = records
         self._accounts = accounts
         self._signer = signer
         self._verifier = GrantVerifier(by_id([signer.public_key]))
-        self._defaults = defaults or Defaults()
+        self._defaults = defaults
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._subscriptions: list[Subscription] = []
 
@@ -173,8 +170,8 @@ class PolicyService:
         grant = self._verifier.verify_signature(settle.grant)
         if grant.request_id != settle.attempt.request_id:
             raise Forbidden("the grant is of another request", code="grant_invalid")
-        if min(settle.prompt_tokens, settle.completion_tokens, settle.cached_tokens) < 0:
-            raise Forbidden("token counts are negative", code="settlement_invalid")
+        if not plausible(settle):
+            raise Forbidden("its numbers are out of range", code="settlement_invalid")
         return grant
 
 

@@ -26,7 +26,8 @@ class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tenant. `version` changes whenever anything about it does.
 
-    `models` empty = every model. `weight` is its share against other tenants.
+    `models` empty = every model. `weight` is its share against other tenants inside a worker's step. `retention_s`: 0 =
+    its KV is never cached; other values are not yet in force. Both as in `Grant`.
     """
 
     id: TenantId

@@ -28,7 +28,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the request may run. Empty tuples allow everything."""
+    """Where the request may run. Empty tuples allow everything. `regions` and `hardware` are not yet in force."""
 
     models: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
@@ -40,7 +40,9 @@ class Grant(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     `expires_s` is a wall-clock unix time in seconds (Redis time), after which no new work starts under the grant.
     `budget_s` is how long the request may take from admission. `retention_s` is how long KV blocks of this request may
-    stay in a cache after it ends (-1 = policy default, 0 = never cached).
+    stay in a cache after it ends (-1 = policy default, 0 = never cached); so far only 0 is told from the rest. `weight`
+    is the tenant's share inside a worker's step; the scheduler's queue does not look at it yet. Not yet in force:
+    `priority`, and of `placement` all but `models`, which policy itself checks.
     """
 
     request_id: RequestId

@@ -66,11 +66,14 @@ class SchedulerSettings(Section):
 
 
 class PolicySettings(Section):
-    """Defaults of tenants without limits of their own; 0 = no limit."""
+    """Defaults of tenants without limits of their own (0 = no limit), and how long a request may take."""
 
     requests_per_minute: int = Field(0, ge=0, description="requests a tenant may start in a minute")
     tokens_per_minute: int = Field(0, ge=0, description="prompt and output tokens a tenant may use in a minute")
     default_max_tokens: int = Field(1024, ge=1, description="output tokens when a request names no max_tokens")
+    interactive_budget_s: float = Field(600.0, ge=1, description="time an interactive request may take, seconds")
+    analysis_budget_s: float = Field(3600.0, ge=1, description="time an analysis request may take, seconds")
+    batch_budget_s: float = Field(86400.0, ge=1, description="time a batch request may take, seconds")
     tenants: str = Field("", description="0600 JSON file of more tenants and key hashes, applied at every start")
 
 

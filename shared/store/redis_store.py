@@ -21,10 +21,16 @@ from shared.contracts.errors import SettingsError, Unavailable
 CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 2.0
+MAX_CONNECTIONS = 64
+"""Connections of one process; calls beyond wait for one, for at most CONNECTION_WAIT_S."""
+CONNECTION_WAIT_S = 2.0
 
 
 class RedisStore:
-    """Commands, scripts and pipelines on one pool of connections. Replies are bytes, as Redis sends them."""
+    """Commands, scripts and pipelines on one bounded pool of connections, for which calls queue.
+
+    Replies are bytes, as Redis sends them.
+    """
 
     # redis-py types its commands for both the sync and the async client; here every call is awaited.
     def __init__(self, client: Any) -> None:
@@ -91,8 +97,10 @@ async def connect_redis(redis_url: str, *, password: str = "") -> AsyncIterator[
     """
     credentials: dict[str, Any] = {"password": password} if password and "@" not in redis_url else {}
     try:
-        client: Any = redis.asyncio.Redis.from_url(
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             redis_url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=CONNECTION_WAIT_S,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,
             health_check_interval=15,
@@ -100,6 +108,7 @@ async def connect_redis(redis_url: str, *, password: str = "") -> AsyncIterator[
             retry=Retry(NoBackoff(), 0),
             **credentials,
         )
+        client: Any = redis.asyncio.Redis.from_pool(pool)
     except ValueError as exc:
         raise SettingsError(f"REDIS_URL: {exc}", param="REDIS_URL") from exc
     try:

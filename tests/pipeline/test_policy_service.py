@@ -32,8 +32,10 @@ from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, InvalidInput, SettingsError, Unavailable, from_wire
 from shared.contracts.grants import Grant, Limits, SignedGrant
-from shared.contracts.ids import Epoch, RequestId, TenantId
+from shared.contracts.ids import Epoch, RequestId, TenantId, WorkerId
+from shared.contracts.parts import ComputeRow, Totals
 from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
+from shared.store import redis_store
 from shared.store.redis_store import RedisStore, connect_redis
 from tests.servers import RedisServer
 
@@ -62,7 +64,8 @@ class World:
         self.admin = Admin(MemoryBus(self.broker, "policy"), redis, self.records)
         self.path = folder / "bootstrap.json"
         self.redis = redis
-        defaults = Defaults(limits=Limits(requests_per_minute=1000, tokens_per_minute=100_000), terms=TERMS)
+        limits = Limits(requests_per_minute=1000, tokens_per_minute=100_000)
+        defaults = Defaults(limits=limits, max_tokens=1024, terms=TERMS)
         self.service = PolicyService(MemoryBus(self.broker, "policy"), self.records, self.accounts, SIGNER, defaults)
         self.events: list[m.PolicyEvent] = []
 
@@ -197,6 +200,36 @@ async def test_a_forged_settlement_is_dropped(world: World) -> None:
     assert (await world.accounts.usage(DEMO))["completion_tokens"] == "6"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"completion_tokens": -1},
+        {"prompt_tokens": 2**64 - 1},
+        {"cached_tokens": 2**63},
+        {"compute": Totals(computed_tokens=2**64 - 1)},
+        {"compute": Totals(wasted_tokens=-5)},
+        {"compute": Totals(prefill_s=float("nan"))},
+        {"compute": Totals(decode_s=float("inf"))},
+    ],
+)
+async def test_a_settlement_of_impossible_numbers_changes_nothing(world: World, fields: dict[str, Any]) -> None:
+    grant = (await world.admitted("r1")).grant
+    attempt = Attempt(RequestId("r1"), Epoch(1))
+    if "compute" in fields:
+        fields = {"compute": (ComputeRow(WorkerId("decode-1"), attempt, fields["compute"]),)}
+    wrong = m.Settle(**{"attempt": attempt, "grant": grant, "prompt_tokens": 1, "completion_tokens": 1, **fields})
+    await world.bus.publish_durable(subjects.POLICY_SETTLE, wrong, message_id="wrong")
+    second = (await world.admitted("r2")).grant
+    await world.settle("r2", second, 6)
+
+    async def booked() -> bool:
+        return bool(await world.accounts.usage(DEMO))
+
+    await until(booked)
+    assert (await world.accounts.usage(DEMO))["requests"] == "1"
+    assert (await world.accounts.quota(DEMO))["held"] == str(opened(m.Granted(grant=grant)).reserved_tokens)
+
+
 async def test_a_revoked_key_opens_nothing_and_stays_revoked(world: World) -> None:
     await world.admin.revoke_key(DEMO, "demo-key")
     assert error_of(await world.authenticate(DEMO_HASH)).status == 401
@@ -246,6 +279,31 @@ async def test_concurrent_changes_are_all_kept(world: World) -> None:
     record = await world.records.tenant(DEMO)
     assert record is not None
     assert record.generation == 6
+
+
+async def test_more_calls_than_connections_wait_their_turn(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "MAX_CONNECTIONS", 4)
+    async with connect_redis(redis_server.url) as redis:
+        assert await asyncio.gather(*(redis.execute("ECHO", str(i)) for i in range(300))) == [
+            str(i).encode() for i in range(300)
+        ]
+
+
+async def test_a_call_waits_only_so_long_for_a_connection(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(redis_store, "CONNECTION_WAIT_S", 0.1)
+    async with connect_redis(redis_server.url) as redis:
+        slow = asyncio.create_task(redis.execute("BLPOP", "nothing-ever", "0.5"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(Unavailable) as caught:
+            await redis.execute("PING")
+        assert (caught.value.param, caught.value.retry_after_s) == ("redis", 2.0)
+        assert await slow is None
+        assert await redis.execute("PING")
 
 
 async def test_without_redis_policy_fails_closed(own_redis_server: RedisServer, tmp_path: Path) -> None:

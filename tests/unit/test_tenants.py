@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from services.policy import admission, quota
 from services.policy.bootstrap import read_bootstrap
+from services.policy.settings import policy_defaults
 from services.policy.tenants import KeyRecord, OwnLimits, TenantRecord, check_key, effective_limits, identity
 from shared.contracts.errors import BatonError, SettingsError, Unauthenticated
 from shared.contracts.grants import Limits
 from shared.contracts.ids import RequestId, ScopeGeneration, TenantId
 from shared.contracts.messages import Admit
+from shared.settings.sections import PolicySettings, Settings
 
 HASH = hashlib.sha256(b"key").digest()
 KEY = KeyRecord(id="k", tenant=TenantId("demo"), hash=HASH.hex())
@@ -141,3 +144,10 @@ def test_a_wrong_bootstrap_file_is_refused_by_name(tmp_path: Path, content: obje
 def test_a_bootstrap_file_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="0644"):
         read_bootstrap(write(tmp_path / "b", {"tenants": []}, 0o644))
+
+
+def test_every_setting_of_policy_is_in_force() -> None:
+    values: dict[str, Any] = {name: 7 for name in PolicySettings.model_fields if name != "tenants"}
+    made = policy_defaults(Settings(policy=PolicySettings(**values)))
+    assert (made.limits, made.max_tokens) == (Limits(7, 7), 7)
+    assert made.terms.budget_s == dict.fromkeys(admission.CLASSES, 7.0)
