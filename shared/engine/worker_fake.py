@@ -6,20 +6,18 @@ real ones; only what is in the spans means nothing.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import mmap
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.engine.fake_runner import FakeRunner
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions, fake_step_time
 from shared.kv.layout import LayerGroup, PoolLayout, fingerprint
+from shared.kv.pool_file import SUFFIX, make_locked
 
 NUMERICS = "fake"
 MAX_POSITIONS = 8192
@@ -31,14 +29,8 @@ class FakePool:
 
     def __init__(self, folder: Path, worker: WorkerId, layout: PoolLayout) -> None:
         self.layout = layout
-        self.path = folder / f"{worker}.kvpool"
-        temporary = folder / f".tmp-{secrets.token_hex(8)}.kvpool"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as exc:
-            raise SettingsError(f"cannot make a KV pool in {folder}: {exc.strerror}", param="kv_dir") from exc
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = folder / f"{worker}{SUFFIX}"
+        self._fd, temporary = make_locked(folder)
         os.posix_fallocate(self._fd, 0, layout.total_bytes)
         self._map = mmap.mmap(self._fd, layout.total_bytes)
         self._bytes = memoryview(self._map)

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import mmap
 import os
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -21,23 +20,22 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shared.contracts.errors import Internal, SettingsError, Unavailable
+from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.ids import WorkerId, is_id
 from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.pool_file import SUFFIX, make_locked
 
-SUFFIX = ".kvpool"
-_TEMP_PREFIX = ".tmp-"
 _WIPE_BYTES = 1 << 20
 
 
-class PoolMap:
-    """A mapped pool file: spans of bytes. Use `create_pool` or `open_readonly`."""
+class Pool:
+    """The owner's pool: mapped, writable, locked, unlinked by `close`. Made by `create_pool`."""
 
-    def __init__(self, path: Path, layout: PoolLayout, fd: int, access: int) -> None:
+    def __init__(self, path: Path, layout: PoolLayout, fd: int) -> None:
         self.path = path
         self.layout = layout
         self._fd = fd
-        self._map = mmap.mmap(fd, layout.total_bytes, access=access)
+        self._map = mmap.mmap(fd, layout.total_bytes)
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = memoryview(self._map)
@@ -47,10 +45,23 @@ class PoolMap:
         offset = self.layout.block_offset(group, block_id)
         return self._bytes[offset : offset + self.layout.groups[group].span_bytes]
 
+    def views(self) -> tuple[Tensor, ...]:
+        """Per group a contiguous tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        return tuple(self._view(i, group) for i, group in enumerate(self.layout.groups))
+
+    def zero_blocks(self, group: int, ids: Iterable[int]) -> None:
+        """Overwrite blocks with zeros: what a purge does."""
+        zeros = bytes(self.layout.groups[group].span_bytes)
+        for block_id in ids:
+            self.span(group, block_id)[:] = zeros
+
     def close(self) -> None:
-        """Unmap and let go of the lock. Idempotent. Views handed out earlier keep their memory alive, not the file."""
+        """Unlink, unmap and let go of the lock. Idempotent. Views handed out earlier keep their memory alive, not the
+        file."""
         if self._fd < 0:
             return
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
         self._bytes.release()
         with contextlib.suppress(BufferError):
             self._map.close()
@@ -64,26 +75,6 @@ class PoolMap:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Pool(PoolMap):
-    """The owner's pool: writable, locked, unlinked by `close`."""
-
-    def views(self) -> tuple[Tensor, ...]:
-        """Per group a contiguous tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-        return tuple(self._view(i, group) for i, group in enumerate(self.layout.groups))
-
-    def zero_blocks(self, group: int, ids: Iterable[int]) -> None:
-        """Overwrite blocks with zeros: what a purge does."""
-        zeros = bytes(self.layout.groups[group].span_bytes)
-        for block_id in ids:
-            self.span(group, block_id)[:] = zeros
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
-        super().close()
 
     def _view(self, index: int, group: LayerGroup) -> Tensor:
         num_blocks = self.layout.num_blocks[index]
@@ -109,16 +100,10 @@ def create_pool(folder: Path, worker_id: WorkerId, layout: PoolLayout) -> Pool:
         raise Internal(f"worker id {worker_id!r} cannot name a pool file")
     if any(n < 1 for n in layout.num_blocks):
         raise SettingsError("the KV pool needs at least one block in every layer group", param="kv_dir")
-    temporary = folder / f"{_TEMP_PREFIX}{secrets.token_hex(8)}{SUFFIX}"
+    fd, temporary = make_locked(folder)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as exc:
-        raise SettingsError(f"cannot make a KV pool in {folder}: {exc.strerror}", param="kv_dir") from exc
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _allocate(fd, folder, layout.total_bytes)
-        pool = Pool(folder / f"{worker_id}{SUFFIX}", layout, fd, mmap.ACCESS_WRITE)
+        pool = Pool(folder / f"{worker_id}{SUFFIX}", layout, fd)
         temporary.rename(pool.path)
     except BaseException as exc:
         with contextlib.suppress(OSError):
@@ -129,43 +114,6 @@ def create_pool(folder: Path, worker_id: WorkerId, layout: PoolLayout) -> Pool:
             raise SettingsError(f"cannot make a KV pool in {folder}: {exc.strerror}", param="kv_dir") from exc
         raise
     return pool
-
-
-def open_readonly(path: Path, layout: PoolLayout) -> PoolMap:
-    """Map a peer's pool for reading.
-
-    Raises:
-        Unavailable: the file is gone, or is not of this layout.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as exc:
-        raise Unavailable(f"the KV pool {path.name} cannot be opened: {exc.strerror}") from exc
-    try:
-        size = os.fstat(fd).st_size
-        if size != layout.total_bytes:
-            raise Unavailable(f"the KV pool {path.name} has {size} bytes, its layout says {layout.total_bytes}")
-        return PoolMap(path, layout, fd, mmap.ACCESS_READ)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def has_owner(path: Path) -> bool:
-    """True while the process that made this pool file lives: its lock is held."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        # shared, so that two observers never take one another for an owner
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(fd)
 
 
 def sweep(folder: Path) -> list[Path]:

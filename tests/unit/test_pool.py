@@ -13,7 +13,8 @@ from shared.contracts.errors import SettingsError, Unavailable
 from shared.contracts.ids import WorkerId
 from shared.kv import pool as pool_module
 from shared.kv.layout import LayerGroup, PoolLayout
-from shared.kv.pool import Pool, create_pool, has_owner, open_readonly, sweep
+from shared.kv.pool import Pool, create_pool, sweep
+from shared.kv.transfer import PeerPool, owner_lives
 
 FULL = LayerGroup("full", (0, 2), num_kv_heads=2, head_dim=4, block_size=16, dtype="float32")
 WINDOW = LayerGroup("window", (1,), num_kv_heads=1, head_dim=8, block_size=32, dtype="bfloat16", sliding_window=64)
@@ -71,18 +72,46 @@ def test_close_unlinks_and_is_idempotent(tmp_path: Path) -> None:
 
 
 def test_a_peer_reads_what_the_owner_wrote_and_cannot_write(tmp_path: Path) -> None:
-    with make(tmp_path) as pool, open_readonly(pool.path, LAYOUT) as peer:
+    with make(tmp_path) as pool:
+        peer = PeerPool(tmp_path, pool.path.name, LAYOUT)
         pool.views()[1][3] = 3.0
         assert bytes(peer.span(1, 3)) == bytes(pool.span(1, 3))
         with pytest.raises(TypeError):
             peer.span(1, 3)[0] = 1
+        peer.close()
 
 
 def test_a_peer_refuses_a_missing_or_foreign_pool(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
-        open_readonly(tmp_path / "gone.kvpool", LAYOUT)
+        PeerPool(tmp_path, "gone.kvpool", LAYOUT)
     with make(tmp_path) as pool, pytest.raises(Unavailable, match="bytes"):
-        open_readonly(pool.path, PoolLayout((FULL,), (3,)))
+        PeerPool(tmp_path, pool.path.name, PoolLayout((FULL,), (3,)))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_sweep_that_meets_a_pool_before_its_lock_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """Another worker starts: it removes the file, or has just locked it to do so."""
+    others: list[int] = []
+    lock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        if held:
+            (path,) = tmp_path.iterdir()
+            others.append(os.open(path, os.O_RDWR))
+            lock(others[0], fcntl.LOCK_EX)
+        else:
+            assert len(sweep(tmp_path)) == 1
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with make(tmp_path) as pool:
+        assert owner_lives(tmp_path, pool.path.name)
+        assert pool.path in tmp_path.iterdir()
+    for fd in others:
+        os.close(fd)
 
 
 def test_sweep_spares_owned_pools_and_wipes_the_rest(tmp_path: Path) -> None:
@@ -92,8 +121,8 @@ def test_sweep_spares_owned_pools_and_wipes_the_rest(tmp_path: Path) -> None:
     half_made.write_bytes(b"secret")
     kept_open = orphan.open("rb")
     with make(tmp_path) as pool:
-        assert has_owner(pool.path)
-        assert not has_owner(orphan)
+        assert owner_lives(tmp_path, pool.path.name)
+        assert not owner_lives(tmp_path, orphan.name)
         assert sweep(tmp_path) == [half_made, orphan]
         assert pool.path.exists()
     assert not any(kept_open.read())
@@ -111,11 +140,11 @@ def test_the_lock_ends_with_the_process(tmp_path: Path) -> None:
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     path = tmp_path / "decode-0a1b.kvpool"
-    assert has_owner(path)
+    assert owner_lives(tmp_path, path.name)
     assert sweep(tmp_path) == []
     child.kill()
     child.communicate()
-    assert not has_owner(path)
+    assert not owner_lives(tmp_path, path.name)
     assert sweep(tmp_path) == [path]
 
 

@@ -1,0 +1,42 @@
+"""How a pool file begins: under a temporary name, locked by its owner before anybody may take it for a leaving."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+from shared.contracts.errors import SettingsError
+
+SUFFIX = ".kvpool"
+_TEMP_PREFIX = ".tmp-"
+_TRIES = 8
+
+
+def make_locked(folder: Path) -> tuple[int, Path]:
+    """A new, empty, locked file in `folder`, which is made with mode 0700 if it is missing.
+
+    A starting worker that sweeps the folder may find the file between its making and its lock, and remove it: then
+    another one is made.
+
+    Returns:
+        Its file descriptor and temporary path, to be renamed when it is ready.
+
+    Raises:
+        SettingsError: the folder cannot be used.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for _ in range(_TRIES):
+            path = folder / f"{_TEMP_PREFIX}{secrets.token_hex(8)}{SUFFIX}"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink > 0:
+                    return fd, path
+            os.close(fd)
+    except OSError as exc:
+        raise SettingsError(f"cannot make a KV pool in {folder}: {exc.strerror}", param="kv_dir") from exc
+    raise SettingsError(f"cannot make a KV pool in {folder}: it is removed each time", param="kv_dir")
