@@ -14,12 +14,15 @@ from torch import Tensor
 from kernels.sampling import reference
 from kernels.sampling.noise import gumbel, gumbel_all, uniform
 
+GREEDY_BELOW = 1e-6
+"""The noise left at a temperature this low is nothing, while a division by it can pass float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """How one row is sampled."""
 
-    temperature: float  # 0 = greedy
+    temperature: float  # 0 = greedy, and below GREEDY_BELOW as good as that
     top_k: int  # 0 = off
     top_p: float  # 1 = off
     seed: int  # 64 bit
@@ -39,10 +42,12 @@ def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     assert logits.ndim == 2
     assert logits.shape[0] == len(rows), (logits.shape, len(rows))
     assert logits.dtype in (torch.float32, torch.float64), logits.dtype
+    assert logits.is_contiguous()
+    assert logits.device.type == "cpu", logits.device
     values = logits.to(torch.float32).numpy()
     return [
         reference.greedy(values[i])
-        if row.temperature == 0
+        if row.temperature < GREEDY_BELOW
         else reference.sample(values[i], row.temperature, row.top_k, row.top_p, row.seed, row.position)
         for i, row in enumerate(rows)
     ]

@@ -23,7 +23,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
     """
     engine, workers = settings.engine, settings.workers
     field = "prefill_token_budget" if role == "prefill" else "token_budget"
-    budget: int = getattr(engine, field)
+    budget = engine.prefill_token_budget if role == "prefill" else engine.token_budget
     if budget <= engine.max_sequences:
         raise SettingsError(
             f"engine.{field} is {budget}: it must exceed engine.max_sequences, {engine.max_sequences}",

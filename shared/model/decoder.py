@@ -43,7 +43,6 @@ class DecoderLayer:
         self.num_kv_heads = tp.local(config.num_kv_heads)
         self.head_dim = config.head_dim
         self.scale = config.scale
-        self.eps = config.rms_norm_eps
         self.qkv = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self.o = fused("self_attn.o_proj")
         self.gate_up = fused("mlp.gate_proj", "mlp.up_proj")

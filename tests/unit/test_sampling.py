@@ -30,6 +30,11 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     assert draw([0.0, 3.0, 3.0, 1.0], temperature=0) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-60])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
+    assert draw([3.0, 9.0, -4.0, 0.0], temperature=temperature) == 1
+
+
 def test_top_k_keeps_exactly_k_and_the_lowest_ids_of_a_tie() -> None:
     ids = survivors(scaled([1.0, 5.0, 1.0, 1.0, 7.0]), 3, 1.0)
     assert ids is not None
