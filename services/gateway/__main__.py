@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.gateway.app import Door, build_app
 from services.gateway.prompt_codec import PromptCodec
-from services.gateway.server import bind, serve
+from services.gateway.server import allow_many_files, bind, serve
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewayConfig, context_length
 from shared.contracts.ids import IngressId, new_process_id
@@ -35,6 +35,7 @@ async def main(runtime: Runtime) -> None:
         worker_silence_s=settings.scheduler.worker_timeout_s,
         probe_key=runtime.secret_text(PROBE_KEY_VARIABLE),
     )
+    allow_many_files()
     sock = bind(settings.gateway.host, settings.gateway.port)
     codec = PromptCodec(load_tokenizer(folder), config.context)
     stack.callback(codec.close)

@@ -1,0 +1,158 @@
+"""Clients that misbehave on the connection: they are cut, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from services.gateway import server
+from shared.bus.memory_bus import MemoryBroker
+from tests.pipeline.gateway_support import Backend, Stack, chat, completion, http_stack
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    monkeypatch.setattr(server, "UNREAD_S", 0.6)
+    monkeypatch.setattr(server, "CLOSE_S", 0.1)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Stack, str]]:
+    async with http_stack() as made:
+        yield made
+
+
+@pytest.fixture
+def url(served: tuple[Stack, str]) -> str:
+    return served[1]
+
+
+async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    where = urlsplit(url)
+    return await asyncio.open_connection(where.hostname, where.port)
+
+
+def request(body: object, path: str = "/v1/chat/completions", key: str = "key-a") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+async def gone(reader: asyncio.StreamReader, within_s: float = 2.0) -> bytes:
+    """What came until the connection ended. Raises TimeoutError when it does not end."""
+    found = b""
+    async with asyncio.timeout(within_s):
+        try:
+            while part := await reader.read(65536):
+                found += part
+        except ConnectionError:
+            pass
+    return found
+
+
+async def test_a_connection_without_a_request_is_cut(url: str) -> None:
+    reader, writer = await connect(url)
+    assert await gone(reader) == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH])
+async def test_a_head_that_comes_byte_by_byte_is_cut(url: str, before: bytes) -> None:
+    reader, writer = await connect(url)
+    writer.write(before)
+    await asyncio.sleep(0.1)
+
+    async def trickle() -> None:
+        for byte in b"GET /health HTTP/1.1\r\nA: " + b"a" * 1000:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+
+    trickling = asyncio.create_task(trickle())
+    assert (b"200 OK" in await gone(reader)) == bool(before)
+    trickling.cancel()
+    writer.close()
+
+
+async def test_a_body_after_its_refusal_does_not_hold_the_connection(url: str) -> None:
+    reader, writer = await connect(url)
+    writer.write(request("x" * 1000, key="wrong")[:-1000])
+
+    async def trickle() -> None:
+        for _ in range(500):
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+
+    trickling = asyncio.create_task(trickle())
+    assert b" 401 " in await gone(reader)
+    trickling.cancel()
+    writer.close()
+
+
+async def test_a_kept_connection_may_be_idle_and_used_again(url: str) -> None:
+    reader, writer = await connect(url)
+    for _ in range(2):
+        writer.write(HEALTH)
+        assert b"200 OK" in await reader.readuntil(b"}")
+        await asyncio.sleep(0.5)
+    writer.close()
+
+
+async def test_an_answer_may_take_longer_than_a_head() -> None:
+    backend = Backend(MemoryBroker(), hold=asyncio.Event())
+    async with http_stack(backend) as (_, url):
+        reader, writer = await connect(url)
+        writer.write(request(chat(stream=True)))
+        await asyncio.sleep(0.6)
+        assert backend.hold is not None
+        backend.hold.set()
+        assert b"data: [DONE]" in await reader.readuntil(b"[DONE]")
+        writer.close()
+
+
+async def test_who_never_reads_pipelined_answers_is_cut(url: str) -> None:
+    where = urlsplit(url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, (where.hostname, where.port))
+
+        async def ask_on() -> None:
+            while True:
+                await loop.sock_sendall(client, HEALTH * 100)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(ask_on(), 20)
+
+
+@pytest.mark.parametrize("head", [b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"])
+async def test_what_is_no_http_gets_an_error_of_the_usual_shape(url: str, head: bytes) -> None:
+    reader, writer = await connect(url)
+    writer.write(head)
+    status, _, rest = (await gone(reader)).partition(b"\r\n")
+    assert status.startswith(b"HTTP/1.1 400")
+    assert json.loads(rest.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    writer.close()
+
+
+async def test_a_client_that_leaves_at_any_point_leaves_no_session(served: tuple[Stack, str]) -> None:
+    stack, url = served
+    whole = request(completion(stream=True, max_tokens=50), "/v1/completions")
+    for cut in (1, 30, len(whole) - 20, len(whole) - 1, len(whole)):
+        for pause in (0.0, 0.01, 0.05):
+            _, writer = await connect(url)
+            writer.write(whole[:cut])
+            await asyncio.sleep(pause)
+            writer.transport.abort()
+    async with asyncio.timeout(5):
+        while stack.service.sessions:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert (await stack.client.get("/health")).status_code == 200
