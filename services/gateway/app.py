@@ -30,7 +30,7 @@ from services.gateway.prompt_codec import PromptCodec
 from services.gateway.request_plan import make_plan
 from services.gateway.service import GatewayService
 from services.gateway.session import Session
-from shared.contracts.errors import BatonError, Cancelled, Forbidden, InvalidInput, Unavailable
+from shared.contracts.errors import BatonError, Cancelled, Forbidden, InvalidInput
 from shared.contracts.messages import Identity
 from shared.telemetry import attributes as a
 
@@ -85,8 +85,7 @@ class Door:
 
     async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Session:
         service = self._service
-        if service.draining:
-            raise Unavailable("the gateway is shutting down", retry_after_s=1.0, code="shutting_down")
+        service.require_open()
         hashed = key_hash(request.headers)
         identity = await service.authenticate(hashed)
         span.set_attribute(a.TENANT, identity.tenant)

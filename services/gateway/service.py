@@ -61,6 +61,11 @@ PROBE_KEY_HASH = bytes(32)
 """No key has this hash; asking about it only shows that policy answers."""
 
 
+def shutting_down() -> Unavailable:
+    """What a gateway that drains answers."""
+    return Unavailable("the gateway is shutting down", retry_after_s=1.0, code="shutting_down")
+
+
 class GatewayService:
     """Everything behind the HTTP door; an async context manager.
 
@@ -91,6 +96,7 @@ class GatewayService:
         self._term = Term(0)
         self._beats = 0
         self._asked: set[WorkerId] = set()
+        self._opening = 0  # requests that may hold a reservation but have no session yet
         self._settled = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,7 +132,7 @@ class GatewayService:
         self.draining = True
         await self._idle(self.config.drain_s)
         for session in list(self.sessions.values()):
-            session.fail(Unavailable("the gateway is shutting down", retry_after_s=1.0, code="shutting_down"))
+            session.fail(shutting_down())
         await self._idle(5.0)
 
     # ------------------------------------------------------------------------------------------ requests
@@ -143,12 +149,30 @@ class GatewayService:
         self._identities.put(key_hash, identity, asked, changes)
         return identity
 
+    def require_open(self) -> None:
+        """Raises Unavailable while the gateway drains."""
+        if self.draining:
+            raise shutting_down()
+
     async def open(self, plan: RequestPlan, key_hash: bytes, *, span: Span, arrived: float) -> Session:
         """Admit a request and submit it.
 
-        Raises what policy's refusal says, or Unavailable when it does not answer. From the return on the session owns
-        `span` and the reservation.
+        Raises what policy's refusal says, or Unavailable when it does not answer or the gateway drains. From the return
+        on the session owns `span` and the reservation.
         """
+        self.require_open()
+        self._opening += 1
+        try:
+            session = await self._admit(plan, key_hash, span, arrived)
+        finally:
+            self._opening -= 1
+            self._settled.set()
+        session.start()
+        if self.draining:  # since; it holds a reservation now, and ends like any other
+            session.fail(shutting_down())
+        return session
+
+    async def _admit(self, plan: RequestPlan, key_hash: bytes, span: Span, arrived: float) -> Session:
         admit = Admit(
             request_id=new_request_id(),
             key_hash=key_hash,
@@ -177,7 +201,6 @@ class GatewayService:
             clock=self._clock,
         )
         self.sessions[session.request_id] = session
-        session.start()
         return session
 
     async def _ask_policy(self, subject: str, message: msgspec.Struct, reply_type: Any) -> Any:
@@ -267,6 +290,9 @@ class GatewayService:
 
     def _on_spans(self, delivery: Delivery) -> None:
         batch: SpanBatch = delivery.message
+        if delivery.subject != subjects.trace(batch.service):
+            log.warning("spans of %s on %s dropped", batch.service, delivery.subject)
+            return
         self.liveness.heard_service(batch.service, self._clock())
         self.traces.add(batch.spans)
 
@@ -301,7 +327,7 @@ class GatewayService:
     async def _idle(self, limit_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self.sessions:
+                while self.sessions or self._opening:
                     self._settled.clear()
                     await self._settled.wait()
 

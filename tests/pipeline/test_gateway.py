@@ -15,7 +15,8 @@ from shared.bus.memory_bus import MemoryBroker
 from shared.contracts import subjects
 from shared.contracts.errors import Overloaded, QuotaExceeded, Unavailable
 from shared.contracts.ids import TenantId
-from shared.contracts.messages import PolicyEvent
+from shared.contracts.messages import PolicyEvent, SpanBatch
+from shared.contracts.parts import SpanRecord
 from tests.pipeline.gateway_support import (
     HEADERS,
     TOKENIZER,
@@ -281,6 +282,36 @@ async def test_drain_lets_streams_finish_and_ends_the_rest_with_an_error() -> No
         (settle,) = await stack.settled()
         assert settle.finish == "error"
         backend.hold.set()  # type: ignore[union-attr]
+
+
+async def test_a_request_admitted_while_the_gateway_drains_lets_its_reservation_go() -> None:
+    async with gateway_stack(drain_s=0.3) as stack:
+        service, ask = stack.service, stack.service._ask_policy
+        drains: list[asyncio.Task[None]] = []
+
+        async def slow(subject: str, *rest: Any) -> Any:
+            reply = await ask(subject, *rest)
+            if subject == subjects.POLICY_ADMIT:
+                drains.append(asyncio.create_task(service.drain()))
+                await asyncio.sleep(0.1)
+                assert not drains[0].done()
+            return reply
+
+        service._ask_policy = slow  # type: ignore[method-assign]
+        response = await post(stack, "chat/completions", chat())
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+        (settle,) = await stack.settled()
+        assert (settle.prompt_tokens, settle.completion_tokens) == (0, 0)
+        await drains[0]
+
+
+async def test_spans_in_another_services_name_are_dropped() -> None:
+    async with gateway_stack() as stack:
+        span = SpanRecord("a" * 32, "b" * 16, parent_id="", name="n", service="policy", start_ns=1, end_ns=2)
+        for service in ("decode", "policy"):
+            await stack.backend.bus.publish(subjects.trace(service), SpanBatch(service="policy", spans=(span,)))
+            await asyncio.sleep(0.05)
+            assert bool(stack.service.traces.get("a" * 32)) == (service == "policy")
 
 
 async def test_the_clients_request_id_is_echoed_and_not_used() -> None:
