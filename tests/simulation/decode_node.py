@@ -13,11 +13,11 @@ from shared.contracts.errors import Conflict, ContextExceeded, Overloaded, to_wi
 from shared.contracts.ids import Incarnation, IngressId, RequestId, WorkerId
 from shared.contracts.parts import AttemptProgress, StepModel, Totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
-from shared.kv.block_pool import GroupPool
 from shared.kv.digest import span_digest
 from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, Sink, SinkEffect, TurnLocal
 from tests.simulation.network import Action, FenceWatch, Node, Violation
-from tests.simulation.toy_model import BLOCK, SLOT_BYTES, Memory, next_token
+from tests.simulation.toy_model import BLOCKS, SLOT_BYTES, next_token
+from tests.simulation.toy_pool import Tables, ToyPool
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -28,61 +28,56 @@ MODEL = StepModel(base_s=0.015, token_s=0.0004, sequence_s=0.0001)
 
 
 @dataclass(eq=False)
-class Sequence:
-    attempt: Attempt
-    ingress: IngressId
+class Lane:
+    """One choice: its tokens and its blocks. The first one's prompt may come by hand-off, the others compute it."""
+
     tokens: list[int]
     num_prompt: int
-    max_tokens: int
-    blocks: list[int]
-    lease_token: bytes
-    sink: Sink | None = None
-    computed: int = 0
-
-    @property
-    def waiting(self) -> bool:
-        return self.sink is not None and self.sink.state == "waiting"
+    tables: Tables
+    computed: int
+    done: bool = False
 
     @property
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
 
+@dataclass(eq=False)
+class Sequence:
+    attempt: Attempt
+    ingress: IngressId
+    max_tokens: int
+    lanes: list[Lane]
+    lease_token: bytes
+    sink: Sink | None = None
+
+    @property
+    def waiting(self) -> bool:
+        return self.sink is not None and self.sink.state == "waiting"
+
+
 class DecodeNode(Node):
-    def __init__(self, world: World, name: str, incarnation: int, num_blocks: int) -> None:
+    def __init__(self, world: World, name: str, incarnation: int, num_tokens: int) -> None:
         super().__init__(name)
         self.world, self.net = world, world.net
         self.worker, self.incarnation = WorkerId(name), Incarnation(incarnation)
-        self.memory = Memory(num_blocks)
-        self.pool = GroupPool(num_blocks, BLOCK)
+        self.pool = ToyPool(num_tokens)
         self.table = ReservationTable()
         self.outbox = StreamOutbox(self.worker, self.incarnation)
         self.live: dict[RequestId, Sequence] = {}
         self.closing: list[Sequence] = []
         self.number = 0
         self.steps = 0
-        self.checks = 0
         self.stepping = False
         self.watch = FenceWatch()
         self.net.every(self, 0.2, self._tick)
         self.net.every(self, 1.0, self._beat)
 
     def check(self) -> None:
-        """Blocks are conserved: free + held is the pool, and held is what sequences name."""
-        owners = [*self.live.values(), *self.closing]
-        counts = self.pool.counts
-        held = sum(len(s.blocks) for s in owners)
-        if counts.free + held != self.pool.num_blocks:
-            raise Violation(f"{self.name}: {counts.free} free and {held} held of {self.pool.num_blocks} blocks")
+        """Blocks are conserved, and every reservation has its sequence."""
+        self.pool.check(lane.tables for s in (*self.live.values(), *self.closing) for lane in s.lanes)
         if len(self.table) != len(self.live):
             raise Violation(f"{self.name}: {len(self.table)} reservations and {len(self.live)} sequences")
-        self.checks += 1
-        if self.checks % 64 == 0:
-            references = [0] * self.pool.num_blocks
-            for sequence in owners:
-                for block in sequence.blocks:
-                    references[block] += 1
-            self.pool.check(references)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -93,28 +88,33 @@ class DecodeNode(Node):
         if verdict.kind == Kind.REFUSED:
             return m.Refusal(error=to_wire(Conflict(verdict.reason)))
         self.watch.took(self.name, attempt, message.term)
+        if self.world.takers.setdefault(attempt, self) is not self:
+            raise Violation(f"{attempt} was given to {self.world.takers[attempt].name} and to {self.name}")
         if verdict.kind == Kind.RESTAMPED:
             return self._restamp(message, tokens, source)
         if verdict.kind == Kind.NEW:
-            need = -(-(message.num_prompt_tokens + message.sampling[0].max_tokens) // BLOCK)
-            if need > self.pool.counts.free:
+            num_prompt, choices = message.num_prompt_tokens, len(message.sampling)
+            need = num_prompt + message.sampling[0].max_tokens
+            taken = self.pool.take(message.tags, tokens, need, len(tokens) - 1, choices)
+            if taken is None:
                 self.table.withdraw(attempt)
-                never = need > self.pool.num_blocks
+                never = self.pool.never(need, choices)
                 error = ContextExceeded("larger than the pool") if never else Overloaded("no blocks now")
                 return m.Refusal(error=to_wire(error), never=never)
+            tables, hit = taken
             sequence = Sequence(
                 attempt=attempt,
                 ingress=message.ingress_id,
-                tokens=tokens,
-                num_prompt=message.num_prompt_tokens,
                 max_tokens=message.sampling[0].max_tokens,
-                blocks=self.pool.allocate(need),
+                lanes=[Lane(list(tokens), num_prompt, table, hit) for table in tables],
                 lease_token=self._token(),
             )
-            if source:
-                sequence.sink = self._sink(sequence, source)
+            if source and hit < len(tokens) - 1:
+                sequence.sink = self._sink(sequence, source, hit)
+            else:
+                self.table.kv_settled(attempt)
             self.live[attempt.request_id] = sequence
-            self.outbox.open(attempt, message.ingress_id, 1, len(tokens) - message.num_prompt_tokens)
+            self.outbox.open(attempt, message.ingress_id, choices, len(tokens) - num_prompt)
             self._wake()
         return self._reserved(self.live[attempt.request_id], already_running=False)
 
@@ -126,15 +126,16 @@ class DecodeNode(Node):
             self._run(sequence, sequence.sink.go_local("superseded"))  # under the old attempt: its source hears of it
         sequence.attempt, sequence.ingress = attempt, message.ingress_id
         first_seq = len(tokens) - message.num_prompt_tokens
-        if len(tokens) > len(sequence.tokens):
-            sequence.tokens = tokens  # committed elsewhere meanwhile
+        (lane, *others) = sequence.lanes
+        if len(tokens) > len(lane.tokens) and not others:
+            lane.tokens = tokens  # committed elsewhere meanwhile
             self.outbox.open(attempt, message.ingress_id, 1, first_seq)
         else:
-            self.outbox.restamp(attempt, message.ingress_id, first_seq)
+            assert self.outbox.restamp(attempt, message.ingress_id, first_seq)
         goes_on = was_waiting and bool(source)
         if goes_on and sequence.sink is not None:
             sequence.lease_token = self._token()
-            sequence.sink.restamp(attempt, source, sequence.lease_token)
+            self._run(sequence, sequence.sink.restamp(attempt, source, sequence.lease_token))
         elif source:
             self.table.kv_settled(attempt)
         self._wake()
@@ -148,21 +149,27 @@ class DecodeNode(Node):
         sequence = self.live[attempt.request_id]
         self._end(sequence)
         self.outbox.drop_request(attempt.request_id)
-        return m.Cancelled(held=True, totals=_totals(sequence))
+        return m.Cancelled(held=True, totals=_totals(sequence.lanes[0]))
 
-    def finish(self, attempt: Attempt, num_tokens: int) -> m.Finished:
+    def finish(self, attempt: Attempt, choice: int, num_tokens: int) -> m.Finished:
         sequence = self.live.get(attempt.request_id)
-        if sequence is None or sequence.attempt != attempt:
-            self.outbox.acked([attempt])
-            return m.Finished(held=False)
-        del sequence.tokens[sequence.num_prompt + num_tokens :]
-        self.table.end(attempt)
-        self._end(sequence)
-        self.outbox.drop_request(attempt.request_id)
-        return m.Finished(held=True, totals=_totals(sequence))
+        if sequence is not None and sequence.attempt == attempt:
+            lane = sequence.lanes[choice]
+            del lane.tokens[lane.num_prompt + num_tokens :]
+            lane.done = True
+            totals = _totals(lane)
+        else:  # it ended by itself before the stop was found
+            sequence, ended = None, self.outbox.finished(attempt, choice)
+            if ended is None:
+                return m.Finished(held=False)
+            totals = ended
+        self.outbox.settle(attempt, choice, "stop", totals)
+        if sequence is not None:
+            self._end_if_done(sequence)
+        return m.Finished(held=True, totals=totals)
 
-    def replay(self, attempt: Attempt, from_seq: int) -> m.StreamReplayed:
-        return self.outbox.replay(attempt, 0, from_seq)
+    def replay(self, attempt: Attempt, choice: int, from_seq: int) -> m.StreamReplayed:
+        return self.outbox.replay(attempt, choice, from_seq)
 
     def ack(self, attempts: list[Attempt]) -> m.FinalAcked:
         self.outbox.acked(attempts)
@@ -180,6 +187,10 @@ class DecodeNode(Node):
             sequence = self.live.get(listed.attempt.request_id)
             if sequence is not None and sequence.sink is not None and sequence.attempt == listed.attempt:
                 self._run(sequence, sequence.sink.beat(listed.computed_tokens, self.net.now))
+
+    def scheduler_beat(self, beat: m.SchedulerBeat) -> None:
+        self.table.fences.see_term(beat.term)
+        self.watch.saw(beat.term)
 
     def peer_died(self, worker: WorkerId) -> None:
         self._leases(self.table.source_died(worker))
@@ -209,9 +220,11 @@ class DecodeNode(Node):
                 self.world.to_prefill(effect.source, lambda node, gone=gone: node.release(gone))  # type: ignore[misc]
             elif isinstance(effect, Closed):
                 self.closing.remove(sequence)
-                self.pool.free(sequence.blocks)
+                for lane in sequence.lanes:
+                    self.pool.give(lane.tables, lane.tokens, min(lane.computed, len(lane.tokens)))
             elif isinstance(effect, TurnLocal) or (isinstance(effect, Received) and effect.done):
-                sequence.computed = effect.num_tokens
+                lane = sequence.lanes[0]
+                lane.computed = max(lane.computed, effect.num_tokens)
                 self.world.handoffs["done" if isinstance(effect, Received) else effect.reason.split(":")[0]] += 1
                 self.table.kv_settled(sequence.attempt)
                 self._wake()
@@ -227,11 +240,12 @@ class DecodeNode(Node):
                 return
             bad = []
             for item in pull.items:
-                span = self.memory.spans[sequence.blocks[item.position]]
+                span = self.pool.memory.spans[item.group][sequence.lanes[0].tables[item.group][item.position]]
                 valid = item.valid_tokens * SLOT_BYTES
-                span[:valid] = source.spans[item.block.block_id][:valid]
+                span[:valid] = source.spans[item.group][item.block.block_id][:valid]
                 span[valid:] = bytes(len(span) - valid)
                 if self.net.chance(self.net.faults.corrupt):
+                    self.net.counts["pull corrupted"] += 1
                     span[self.net.rng.randrange(valid)] ^= 0x40
                 digest = span_digest(span, pull.attempt, item.group, item.block.generation, item.position)
                 if digest != item.block.digest:
@@ -257,9 +271,9 @@ class DecodeNode(Node):
         self.closing.append(sequence)
         self._run(sequence, [Closed(sequence.attempt)] if sequence.sink is None else sequence.sink.close())
 
-    def _sink(self, sequence: Sequence, source: WorkerId) -> Sink:
-        last = len(sequence.tokens) - 1
-        return Sink(self.worker, sequence.attempt, source, sequence.lease_token, "f", (BLOCK,), 0, last)
+    def _sink(self, sequence: Sequence, source: WorkerId, hit: int) -> Sink:
+        last = len(sequence.lanes[0].tokens) - 1
+        return Sink(self.worker, sequence.attempt, source, sequence.lease_token, "f", BLOCKS, hit, last)
 
     def _token(self) -> bytes:
         return self.net.rng.randbytes(16)
@@ -267,7 +281,7 @@ class DecodeNode(Node):
     def _reserved(self, sequence: Sequence, *, already_running: bool) -> m.Reserved:
         return m.Reserved(
             incarnation=self.incarnation,
-            num_cached_tokens=0,
+            num_cached_tokens=sequence.lanes[0].computed if sequence.sink is None else sequence.sink.contiguous,
             lease_token=sequence.lease_token,
             fingerprint="f",
             already_running=already_running,
@@ -285,29 +299,31 @@ class DecodeNode(Node):
         self.steps += 1
         budget = TOKEN_BUDGET
         for sequence in list(self.live.values()):
-            if sequence.waiting:
-                continue
-            if len(sequence.output) >= sequence.max_tokens:
-                self._finish(sequence)
-            elif budget > 0:
-                end = min(len(sequence.tokens), sequence.computed + budget)
-                total = self.memory.compute(sequence.blocks, sequence.tokens, sequence.computed, end)
-                budget -= end - sequence.computed
-                sequence.computed = end
-                if end == len(sequence.tokens):
-                    token = next_token(total)
-                    sequence.tokens.append(token)
-                    self.outbox.tokens(sequence.attempt, 0, [token])
-                    if len(sequence.output) >= sequence.max_tokens:
-                        self._finish(sequence)
+            for choice, lane in enumerate(() if sequence.waiting else sequence.lanes):
+                if not lane.done and len(lane.output) < sequence.max_tokens and budget > 0:
+                    budget -= self._compute(sequence, choice, lane, budget)
+                if not lane.done and len(lane.output) >= sequence.max_tokens:
+                    lane.done = True
+                    self.outbox.finish(sequence.attempt, choice, "length", _totals(lane))
+            self._end_if_done(sequence)
         self._send_frames(self.outbox.frames(self.net.now))
         if any(not sequence.waiting for sequence in self.live.values()):
             self._wake()
 
-    def _finish(self, sequence: Sequence) -> None:
-        self.outbox.finish(sequence.attempt, 0, "length", _totals(sequence))
-        self.table.end(sequence.attempt)
-        self._end(sequence)
+    def _compute(self, sequence: Sequence, choice: int, lane: Lane, budget: int) -> int:
+        end = min(len(lane.tokens), lane.computed + budget)
+        total = self.pool.memory.compute(lane.tables, lane.tokens, lane.computed, end)
+        num_tokens, lane.computed = end - lane.computed, end
+        if end == len(lane.tokens):
+            token = next_token(total, choice)
+            lane.tokens.append(token)
+            self.outbox.tokens(sequence.attempt, choice, [token])
+        return num_tokens
+
+    def _end_if_done(self, sequence: Sequence) -> None:
+        if all(lane.done for lane in sequence.lanes):
+            self.table.end(sequence.attempt)
+            self._end(sequence)
 
     def _tick(self) -> None:
         self._leases(self.table.tick(self.net.now))
@@ -316,7 +332,7 @@ class DecodeNode(Node):
     def _beat(self) -> None:
         self.number += 1
         self._send_frames(self.outbox.listings())
-        attempts = tuple(AttemptProgress(s.attempt, self.number, s.computed) for s in self.live.values())
+        attempts = tuple(AttemptProgress(s.attempt, self.number, s.lanes[0].computed) for s in self.live.values())
         self.world.worker_beat(
             m.WorkerBeat(
                 worker=self.worker,
@@ -326,13 +342,19 @@ class DecodeNode(Node):
                 boot_id="b",
                 host="h",
                 number=self.number,
-                free_blocks=(self.pool.counts.free,),
-                total_blocks=(self.pool.num_blocks,),
-                block_sizes=(BLOCK,),
+                free_blocks=self.pool.available,
+                total_blocks=self.pool.num_blocks,
+                block_sizes=BLOCKS,
+                token_bytes=(SLOT_BYTES,) * len(BLOCKS),
                 token_budget=TOKEN_BUDGET,
                 running=len(self.live),
                 max_sequences=8,
-                queue_tokens=sum(max(0, len(s.tokens) - s.computed - 1) for s in self.live.values() if not s.waiting),
+                queue_tokens=sum(
+                    max(0, len(lane.tokens) - lane.computed - 1)
+                    for s in self.live.values()
+                    for lane in s.lanes
+                    if not s.waiting
+                ),
                 attempts=attempts,
                 step_model=MODEL,
                 numerics="n",
@@ -347,8 +369,6 @@ class DecodeNode(Node):
                 self.net.send(node, lambda node=node, frame=frame: node.frame(frame))  # type: ignore[misc]
 
 
-def _totals(sequence: Sequence) -> Totals:
-    output = sequence.output
-    return Totals(
-        prompt_tokens=sequence.num_prompt, completion_tokens=len(output), checksum=completion_checksum(output)
-    )
+def _totals(lane: Lane) -> Totals:
+    output = lane.output
+    return Totals(prompt_tokens=lane.num_prompt, completion_tokens=len(output), checksum=completion_checksum(output))

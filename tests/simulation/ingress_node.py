@@ -49,7 +49,7 @@ class Client:
     job: Job
     node: Node
     stream: StreamCommit
-    delivered: list[int] = field(default_factory=list)
+    delivered: list[list[int]]  # per choice
     ends: list[fx.End] = field(default_factory=list)
     settles: list[fx.SettleRequest] = field(default_factory=list)
     submits: int = 0
@@ -74,8 +74,15 @@ class IngressNode(Node):
         def find_stop(choice: int, first_seq: int, new: Any) -> int | None:
             return job.stop_at if job.stop_at and first_seq < job.stop_at <= first_seq + len(new) else None
 
-        stream = StreamCommit(request_id, job.prompt, arrived=self.net.now, budget_s=job.budget_s, find_stop=find_stop)
-        client = self.clients[request_id] = Client(job, self, stream)
+        stream = StreamCommit(
+            request_id,
+            job.prompt,
+            num_choices=len(job.truths),
+            arrived=self.net.now,
+            budget_s=job.budget_s,
+            find_stop=find_stop,
+        )
+        client = self.clients[request_id] = Client(job, self, stream, [[] for _ in job.truths])
         self.world.clients.append(client)
         self._do(client, stream.start(self.net.now))
         if job.cancel_s:
@@ -108,6 +115,8 @@ class IngressNode(Node):
 
     def event(self, event: m.Placed | m.PlacementRefused | m.WorkerLost) -> m.EventsSeen:
         now = self.net.now
+        why = event.error.code if isinstance(event, m.PlacementRefused) else event.reason
+        self.net.counts[f"event {type(event).__name__} {why}"] += 1
         if isinstance(event, m.WorkerLost):
             for client in list(self.clients.values()):
                 self._do(client, client.stream.on_worker_lost(event.worker, now))
@@ -144,10 +153,11 @@ class IngressNode(Node):
     def _do_one(self, client: Client, effect: fx.Effect) -> None:
         stream, net = client.stream, self.net
         if isinstance(effect, fx.Commit):
-            if effect.first_seq != len(client.delivered):
-                raise Violation(f"{client.job.name}: token {effect.first_seq} follows {len(client.delivered)} tokens")
-            client.delivered += effect.token_ids
-            if tuple(client.delivered) != client.job.truth[: len(client.delivered)]:
+            delivered = client.delivered[effect.choice]
+            if effect.first_seq != len(delivered):
+                raise Violation(f"{client.job.name}: token {effect.first_seq} follows {len(delivered)} tokens")
+            delivered += effect.token_ids
+            if tuple(delivered) != client.job.truths[effect.choice][: len(delivered)]:
                 raise Violation(f"{client.job.name}: the committed tokens are not the truth")
         elif isinstance(effect, fx.End):
             client.ends.append(effect)
@@ -169,7 +179,13 @@ class IngressNode(Node):
                 totals = reply.totals if reply is not None else None
                 self._do(client, stream.on_finish_reply(effect.choice, totals, net.now))
 
-            net.ask(self, node, lambda: node and node.finish(effect.attempt, effect.num_tokens), finished, 1.0)
+            net.ask(
+                self,
+                node,
+                lambda: node and node.finish(effect.attempt, effect.choice, effect.num_tokens),
+                finished,
+                1.0,
+            )
         elif isinstance(effect, fx.SendCancel):
             self._send_cancel(client, effect)
 
@@ -188,7 +204,9 @@ class IngressNode(Node):
                 raise Violation(f"a replay of {effect.attempt} was committed although {current} fences it")
             self._do(client, effects)
 
-        self.net.ask(self, node, lambda: node and node.replay(effect.attempt, effect.from_seq), replayed, 1.0)
+        self.net.ask(
+            self, node, lambda: node and node.replay(effect.attempt, effect.choice, effect.from_seq), replayed, 1.0
+        )
 
     def _send_cancel(self, client: Client, effect: fx.SendCancel) -> None:
         if effect.role == "prefill":
@@ -212,7 +230,7 @@ class IngressNode(Node):
             grant=SignedGrant(job.name.encode(), b""),
             token_ids=pack_tokens(effect.token_ids),
             num_prompt_tokens=effect.num_prompt_tokens,
-            sampling=(SamplingParams(max_tokens=job.max_tokens),),
+            sampling=tuple(SamplingParams(max_tokens=len(truth)) for truth in job.truths),
             age_s=effect.age_s,
             numerics=effect.numerics,
         )

@@ -10,6 +10,7 @@ import pytest
 
 from services.decode.reservation import ReservationTable
 from services.policy import ledger
+from services.scheduler import placer
 from services.scheduler.book import Book
 from services.scheduler.outbox import Outbox
 from services.scheduler.request_table import RequestTable
@@ -87,6 +88,14 @@ def worker_fences_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fences, "admits_term", lambda self, term: True)
 
 
+def worker_obeys_old_leaders(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fences, "admits_term", lambda self, term: True)
+
+
+def worker_hears_no_ingress(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReservationTable, "ingress_beat", lambda self, *args: [])
+
+
 def worker_waits_for_kv_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReservationTable, "tick", lambda self, now: [])
     patch.setattr(ReservationTable, "source_died", lambda self, worker: [])
@@ -100,6 +109,31 @@ def scheduler_forgets_a_refused_request(patch: pytest.MonkeyPatch) -> None:
         self.end(0.0, record, dropped=True)
 
     patch.setattr(Book, "requeue", requeue)
+
+
+def scheduler_keeps_what_was_dropped(patch: pytest.MonkeyPatch) -> None:
+    real = Book.end
+
+    def end(self: Book, now: float, record: Any, *, dropped: bool, outcome: str = "dropped") -> None:
+        if not dropped or record.choice is None:
+            real(self, now, record, dropped=dropped, outcome=outcome)
+
+    patch.setattr(Book, "end", end)
+
+
+def scheduler_keeps_what_was_placed(patch: pytest.MonkeyPatch) -> None:
+    real = RequestTable.worker_beat
+
+    def worker_beat(self: RequestTable, now: float, beat: Any) -> Any:
+        for record in self._book.records.values():
+            record.unlisted = -9
+        return real(self, now, beat)
+
+    patch.setattr(RequestTable, "worker_beat", worker_beat)
+
+
+def leaders_name_tries_alike(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(placer, "TERM_SHIFT", 0)
 
 
 def scheduler_sends_events_once(patch: pytest.MonkeyPatch) -> None:
@@ -139,8 +173,13 @@ MUTATIONS: dict[str, Mutation] = {
         source_frees_before_the_final_ack,
         source_never_frees,
         worker_fences_nothing,
+        worker_obeys_old_leaders,
+        worker_hears_no_ingress,
         worker_waits_for_kv_for_ever,
         scheduler_forgets_a_refused_request,
+        scheduler_keeps_what_was_dropped,
+        scheduler_keeps_what_was_placed,
+        leaders_name_tries_alike,
         scheduler_sends_events_once,
         scheduler_drops_what_it_adopts,
     )

@@ -1,4 +1,4 @@
-"""A virtual clock, nodes that can be killed and paused, and a network that loses, repeats, delays and reorders.
+"""A virtual clock, nodes that can be killed, paused and cut off, and a network that loses, repeats, delays, reorders.
 
 Deterministic: one heap of events, one seeded generator. Messages are the plain structs of the contracts.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,11 +33,16 @@ class Faults:
     corrupt: float = 0.03  # share of pulls with a flipped byte
     kills: int = 4
     pauses: int = 4
+    leader_pauses: int = 1  # the leader, for longer than its lease: it wakes up believing that it leads
+    cuts: int = 1  # nodes that run on but hear and reach nobody for a while
     ingress_kills: int = 0
+    index_faults: float = 0.2  # share of matches that say too much or too little
     until_s: float = 60.0
 
 
-NO_FAULTS = Faults(drop=0.0, duplicate=0.0, late=0.0, corrupt=0.0, kills=0, pauses=0)
+NO_FAULTS = Faults(
+    drop=0.0, duplicate=0.0, late=0.0, corrupt=0.0, kills=0, pauses=0, leader_pauses=0, cuts=0, index_faults=0.0
+)
 
 
 @dataclass
@@ -45,6 +51,10 @@ class FenceWatch:
 
     floor: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
     term: int = 0
+
+    def saw(self, term: int) -> None:
+        """The worker heard a leader of `term`."""
+        self.term = max(self.term, term)
 
     def took(self, who: str, attempt: Attempt, term: int) -> None:
         """The worker took `attempt`: it must be the newest it saw, of the newest leader."""
@@ -60,11 +70,13 @@ class FenceWatch:
 
 @dataclass
 class Node:
-    """One process. A dead one does nothing any more; a paused one does everything later."""
+    """One process. A dead one does nothing any more, a paused one everything later, and one cut off is not heard."""
 
     name: str
     alive: bool = True
     paused: bool = False
+    cut: bool = False
+    healthy_s: float = 0.0  # since when it is neither paused nor cut off
     backlog: list[Action] = field(default_factory=list)
 
     def check(self) -> None:
@@ -79,6 +91,8 @@ class Network:
         self.rng = random.Random(seed)
         self.faults = faults
         self.events = 0
+        self.counts: Counter[str] = Counter()  # what happened how often
+        self._running: Node | None = None  # whose event this is: the sender of what is sent
         self._heap: list[tuple[float, int, Node | None, Action]] = []
         self._order = 0
 
@@ -105,13 +119,21 @@ class Network:
 
     def send(self, node: Node, action: Action) -> None:
         """Deliver a message: not at all, once, or twice, and perhaps late."""
-        if self.chance(self.faults.drop):
+        if node.cut or (self._running is not None and self._running.cut):
+            self.counts["message cut off"] += 1
             return
-        for _ in range(2 if self.chance(self.faults.duplicate) else 1):
+        if self._fault("message dropped", self.faults.drop):
+            return
+        for _ in range(2 if self._fault("message duplicated", self.faults.duplicate) else 1):
             delay = self.rng.uniform(0.0005, 0.003)
-            if self.chance(self.faults.late):
+            if self._fault("message late", self.faults.late):
                 delay += self.rng.random() * self.faults.late_s
             self.at(self.now + delay, action, node)
+
+    def _fault(self, name: str, probability: float) -> bool:
+        happens = self.chance(probability)
+        self.counts[name] += happens
+        return happens
 
     def ask(
         self,
@@ -134,23 +156,37 @@ class Network:
             value = answer()
             self.send(asker, lambda: reply(value))
 
-        if answerer is None or not answerer.alive:
+        if (answerer is None or not answerer.alive) and not asker.cut:
             self.at(self.now + 0.001, lambda: reply(None), asker)
             return
-        self.send(answerer, deliver)
+        if answerer is not None:
+            self.send(answerer, deliver)
         self.at(self.now + timeout_s, lambda: reply(None), asker)
 
     def kill(self, node: Node) -> None:
+        self.counts[f"{_kind(node)} killed"] += 1
         node.alive = False
         node.backlog.clear()
 
+    def cut(self, node: Node, seconds: float) -> None:
+        """The machine's cable is pulled, and put back."""
+        self.counts[f"{_kind(node)} cut off"] += 1
+        node.cut = True
+
+        def mend() -> None:
+            node.cut, node.healthy_s = False, self.now
+
+        self.at(self.now + seconds, mend)
+
     def pause(self, node: Node, seconds: float) -> None:
+        self.counts[f"{_kind(node)} paused"] += 1
         node.paused = True
         self.at(self.now + seconds, lambda: self._resume(node))
 
     def _resume(self, node: Node) -> None:
-        node.paused = False
+        node.paused, node.healthy_s = False, self.now
         backlog, node.backlog = node.backlog, []
+        self.rng.shuffle(backlog)  # which of timers and sockets a process looks at first is nobody's promise
         for action in backlog:
             self.at(self.now, action, node)
 
@@ -166,9 +202,14 @@ class Network:
                     node.backlog.append(action)
                     continue
             self.events += 1
+            self._running = node
             action()
             if node is not None:
                 node.check()
             if self.events % 64 == 0 and until():
                 return True
         return until()
+
+
+def _kind(node: Node) -> str:
+    return node.name.partition("-")[0]

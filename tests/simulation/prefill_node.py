@@ -12,11 +12,11 @@ from shared.contracts.errors import Conflict, Overloaded, to_wire
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.parts import AttemptProgress, BlockRef, StepModel
 from shared.contracts.tokens import unpack_tokens
-from shared.kv.block_pool import GroupPool
 from shared.kv.digest import span_digest
 from shared.kv.handoff import Free, SendCommit, Source, SourceEffect, SourceIdentity
 from tests.simulation.network import FenceWatch, Node, Violation
-from tests.simulation.toy_model import BLOCK, SLOT_BYTES, Memory
+from tests.simulation.toy_model import BLOCKS, SLOT_BYTES
+from tests.simulation.toy_pool import Tables, ToyPool
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -30,45 +30,33 @@ MODEL = StepModel(base_s=0.015, token_s=0.0001, sequence_s=0.0001)
 class Work:
     source: Source
     tokens: list[int]
-    blocks: list[int]
+    tables: Tables
     computed: int = 0
 
 
 class PrefillNode(Node):
-    def __init__(self, world: World, name: str, incarnation: int, num_blocks: int) -> None:
+    def __init__(self, world: World, name: str, incarnation: int, num_tokens: int) -> None:
         super().__init__(name)
         self.world, self.net = world, world.net
         self.worker = WorkerId(name)
-        self.memory = Memory(num_blocks)
-        self.pool = GroupPool(num_blocks, BLOCK)
+        self.pool = ToyPool(num_tokens)
         self.table = SourceTable()
         self.file = f"{name}-{incarnation}"
-        self.identity = SourceIdentity(self.worker, Incarnation(incarnation), "f", self.file, (BLOCK,))
+        self.identity = SourceIdentity(self.worker, Incarnation(incarnation), "f", self.file, BLOCKS)
         self.work: dict[Attempt, Work] = {}
         self.number = 0
         self.steps = 0
-        self.checks = 0
         self.stepping = False
         self.watch = FenceWatch()
-        world.memories[self.file] = self.memory
+        world.memories[self.file] = self.pool.memory
         self.net.every(self, 0.25, self._tick)
         self.net.every(self, 1.0, self._beat)
 
     def check(self) -> None:
         """Blocks are conserved, and every live source holds what it has named."""
-        counts = self.pool.counts
-        held = sum(len(w.blocks) for w in self.work.values())
-        if counts.free + held != self.pool.num_blocks:
-            raise Violation(f"{self.name}: {counts.free} free and {held} held of {self.pool.num_blocks} blocks")
+        self.pool.check(work.tables for work in self.work.values())
         if {*self.table.attempts} != {*self.work}:
             raise Violation(f"{self.name}: sources and work differ")
-        self.checks += 1
-        if self.checks % 64 == 0:
-            references = [0] * self.pool.num_blocks
-            for work in self.work.values():
-                for block in work.blocks:
-                    references[block] += 1
-            self.pool.check(references)
 
     def run(self, message: m.PrefillRun) -> m.PrefillAccepted | m.Refusal:
         attempt = message.attempt
@@ -80,9 +68,10 @@ class PrefillNode(Node):
             return m.Refusal(error=to_wire(Conflict(refused)))
         self.watch.took(self.name, attempt, message.term)
         tokens = unpack_tokens(message.token_ids)
-        need = -(-len(tokens) // BLOCK)
-        if need > self.pool.counts.free:
+        taken = self.pool.take(message.tags, tokens, len(tokens), len(tokens))
+        if taken is None:
             return m.Refusal(error=to_wire(Overloaded("no blocks now")))
+        (tables,), hit = taken
         source = Source(
             self.identity,
             attempt,
@@ -95,7 +84,9 @@ class PrefillNode(Node):
             self.net.now,
         )
         self._do(self.table.open(source))
-        self.work[attempt] = Work(source, tokens, self.pool.allocate(need))
+        self.work[attempt] = Work(source, tokens, tables, hit)
+        if hit:
+            self._name(attempt, self.work[attempt])
         self._wake()
         return accepted
 
@@ -115,6 +106,10 @@ class PrefillNode(Node):
         progress = {a.attempt: a.progress for a in beat.attempts}
         self._do(self.table.decode_beat(beat.worker, beat.incarnation, progress, self.net.now))
 
+    def scheduler_beat(self, beat: m.SchedulerBeat) -> None:
+        self.table.fences.see_term(beat.term)
+        self.watch.saw(beat.term)
+
     def peer_died(self, worker: WorkerId) -> None:
         self._do(self.table.decode_died(worker))
 
@@ -123,7 +118,7 @@ class PrefillNode(Node):
             if isinstance(effect, Free):
                 work = self.work.pop(effect.attempt, None)
                 if work is not None:
-                    self.pool.free(work.blocks)
+                    self.pool.give(work.tables, work.tokens, work.computed)
             elif isinstance(effect, SendCommit):
                 self._send(effect)
 
@@ -146,22 +141,26 @@ class PrefillNode(Node):
                 continue
             end = min(len(work.tokens), work.computed + budget)
             budget -= end - work.computed
-            self.memory.compute(work.blocks, work.tokens, work.computed, end)
+            self.pool.memory.compute(work.tables, work.tokens, work.computed, end)
             work.computed = end
-            (due,) = work.source.due(end)
-            if due or end == len(work.tokens):
-                refs = [self._ref(attempt, work, position) for position in due]
-                self._do([work.source.name(end, [refs], 0, self.net.now)])
+            self._name(attempt, work)
         if any(work.computed < len(work.tokens) for work in self.work.values()):
             self._wake()
 
-    def _ref(self, attempt: Attempt, work: Work, position: int) -> BlockRef:
-        block = work.blocks[position]
-        span = self.memory.spans[block]
-        valid = min(BLOCK, len(work.tokens) - position * BLOCK) * SLOT_BYTES
-        span[valid:] = bytes(len(span) - valid)
-        generation = self.pool.generation(block)
-        return BlockRef(block, generation, span_digest(span, attempt, 0, generation, position))
+    def _name(self, attempt: Attempt, work: Work) -> None:
+        due = work.source.due(work.computed)
+        if any(due) or work.computed == len(work.tokens):
+            refs = [[self._ref(attempt, work, g, position) for position in group] for g, group in enumerate(due)]
+            self._do([work.source.name(work.computed, refs, 0, self.net.now)])
+
+    def _ref(self, attempt: Attempt, work: Work, group: int, position: int) -> BlockRef:
+        block, size = work.tables[group][position], BLOCKS[group]
+        span = self.pool.memory.spans[group][block]
+        valid = min(size, len(work.tokens) - position * size) * SLOT_BYTES
+        if valid < len(span):  # a full block may be shared, and is never written
+            span[valid:] = bytes(len(span) - valid)
+        generation = self.pool.blocks.groups[group].generation(block)
+        return BlockRef(block, generation, span_digest(span, attempt, group, generation, position))
 
     def _tick(self) -> None:
         self._do(self.table.tick(self.net.now))
@@ -178,9 +177,10 @@ class PrefillNode(Node):
                 boot_id="b",
                 host="h",
                 number=self.number,
-                free_blocks=(self.pool.counts.free,),
-                total_blocks=(self.pool.num_blocks,),
-                block_sizes=(BLOCK,),
+                free_blocks=self.pool.available,
+                total_blocks=self.pool.num_blocks,
+                block_sizes=BLOCKS,
+                token_bytes=(SLOT_BYTES,) * len(BLOCKS),
                 token_budget=TOKEN_BUDGET,
                 running=len(computing),
                 max_sequences=4,

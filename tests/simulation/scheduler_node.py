@@ -14,7 +14,7 @@ from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m
 from shared.contracts.errors import Unavailable, to_wire
 from shared.contracts.grants import Grant, Scope
-from shared.contracts.ids import RequestId, ScopeGeneration, TenantId
+from shared.contracts.ids import RequestId, TenantId, WorkerId
 from tests.simulation.network import Node
 from tests.simulation.toy_model import Job
 
@@ -92,6 +92,8 @@ class SchedulerNode(Node):
         self._change(self.leadership.seen(beat.term))
 
     def _renew(self) -> None:
+        if self.cut or self.net.chance(self.net.faults.drop):
+            return  # NATS did not answer
         term = self.world.lease.acquire(self.net.now, self.name, self.leadership.ttl_s)
         self._change(self.leadership.answered(self.net.now, term))
 
@@ -120,16 +122,45 @@ class SchedulerNode(Node):
         for lost in self.registry.expire(now):
             if self.table is not None:
                 self._run(self.table.worker_lost(now, lost))
+        for view in self.registry.quiet(now):
+            self._ask_quiet(view.worker)
         if self.table is not None:
+            self.count_states()
             self._run(self.table.tick(now))
         else:
             self.ingresses.expire(now)
+
+    def _ask_quiet(self, worker: WorkerId) -> None:
+        """The bus says at once when nobody listens, but not through a cut cable."""
+        node = self.world.decodes.get(worker) or self.world.prefills.get(worker)
+        assert node is not None
+        asked_s = self.net.now
+        self.net.counts["quiet worker asked"] += 1
+
+        def nobody_listens() -> None:
+            lost = self.registry.nobody_listens(worker, asked_s, self.net.now)
+            self.net.counts["worker found gone"] += lost is not None
+            if lost is not None and self.table is not None:
+                self._run(self.table.worker_lost(self.net.now, lost))
+
+        if not node.alive and not self.cut:
+            self.net.at(self.net.now + 0.001, nobody_listens, self)
+
+    def count_states(self) -> None:
+        """Ten times a second: in how many states requests are."""
+        assert self.table is not None
+        for client in self.world.clients:
+            record = self.table.record(RequestId(client.job.name))
+            if record is not None:
+                self.net.counts[f"request {record.state.value}"] += 1
 
     def _beat(self) -> None:
         if self.table is None:
             return
         beat = m.SchedulerBeat(pool="default", term=self.table.term, scheduler_id=self.name)
-        for node in (*self.world.ingresses.values(), *(s for s in self.world.schedulers if s is not self)):
+        others = (s for s in self.world.schedulers if s is not self)
+        workers = (*self.world.decodes.values(), *self.world.prefills.values())
+        for node in (*self.world.ingresses.values(), *workers, *others):
             self.net.send(node, lambda node=node: node.scheduler_beat(beat))  # type: ignore[misc]
 
     def _run(self, effects: list[Effect]) -> None:
@@ -139,6 +170,7 @@ class SchedulerNode(Node):
     def _run_one(self, effect: Effect) -> None:
         table, net = self.table, self.net
         assert table is not None
+        net.counts[f"effect {type(effect).__name__}"] += 1
 
         def still() -> bool:
             return self.table is table
@@ -151,7 +183,7 @@ class SchedulerNode(Node):
                     self._run(table.matched(net.now, attempt, reply))
 
             index = self.world.index
-            net.ask(self, index, lambda: m.Matched(scope_generation=ScopeGeneration(1)), matched, effect.timeout_s)
+            net.ask(self, index, lambda: self.world.match(effect.message), matched, effect.timeout_s)
         elif isinstance(effect, AskReserve):
             reserve, worker = effect.message, effect.worker
             decode = self.world.decodes.get(worker)
