@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 from urllib.parse import urlsplit
 
@@ -13,14 +14,16 @@ RETRY_S = 0.1
 TRANSIENT = (425, 429, 502, 503, 504)
 
 
-def first_token(url: str, api_key: str, model: str, timeout_s: float) -> float:
-    """Ask for one token until one comes; seconds the successful request took. Raises Unavailable with the last reason.
+def first_token(url: str, api_key: str, model: str, timeout_s: float, over: threading.Event) -> float:
+    """Ask for one token until one comes, or until `over`; seconds the successful request took.
+
+    Raises Unavailable with the last reason.
 
     Blocking: run it in a thread.
     """
     deadline = time.monotonic() + timeout_s
     reason = "no answer"
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.monotonic()) > 0 and not over.is_set():
         started = time.monotonic()
         try:
             status, body = _ask(url, api_key, model, left)
@@ -32,7 +35,7 @@ def first_token(url: str, api_key: str, model: str, timeout_s: float) -> float:
             reason = f"HTTP {status}: {body.decode(errors='replace')[:500]}"
         if status not in TRANSIENT:
             break
-        time.sleep(RETRY_S)
+        over.wait(RETRY_S)
     raise Unavailable(f"no token came through the whole stack: {reason}")
 
 

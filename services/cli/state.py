@@ -15,13 +15,17 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from shared.contracts.errors import Conflict, SettingsError
 from shared.store.secrets import write_private
+
+LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class StackLock:
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_soon(self._file)
         except BlockingIOError as exc:
             self._file.seek(0)
             holder = self._file.read().strip()
@@ -122,6 +126,18 @@ class StackLock:
     def release(self) -> None:
         self._file.truncate(0)
         self._file.close()
+
+
+def _lock_soon(file: TextIO) -> None:
+    """Lock, or raise BlockingIOError. Tries a few times: who only looks whether a stack runs holds it for a moment."""
+    for _ in range(LOCK_TRIES - 1):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_PAUSE_S)
+        else:
+            return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def state_path(env: Mapping[str, str]) -> Path:

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from services.cli import cores, servers
 from services.cli.child import ChildFailed, ChildSpec
 from services.cli.credentials import ensure_credentials
 from services.cli.detach import become_daemon_child, finish_handover, launch_detached
+from services.cli.logs import fresh_logs, keep_logs_bounded
 from services.cli.options import up_flags, up_parser
 from services.cli.probe import first_token
 from services.cli.screen import Progress, ready_screen
@@ -92,7 +94,7 @@ async def _serve(
         else:
             print(ready.screen, flush=True)
         finish_handover(env, state.log("up"))
-        watching = asyncio.create_task(supervisor.watch())
+        watching = asyncio.create_task(_watch(supervisor, state.logs))
         if await _unless_stopped(watching, stop):
             watching.result()
     finally:
@@ -101,6 +103,14 @@ async def _serve(
         progress.say("stopping")
         await supervisor.stop(stop_order(settings))
         progress.say("stopped")
+
+
+async def _watch(supervisor: Supervisor, logs: Path) -> None:
+    bounding = asyncio.create_task(keep_logs_bounded(logs))
+    try:
+        await supervisor.watch()
+    finally:
+        bounding.cancel()
 
 
 async def _unless_stopped(task: asyncio.Task[object], stop: asyncio.Event) -> bool:
@@ -128,7 +138,7 @@ async def _start(
     settings: Settings, env: Mapping[str, str], state: StateFolder, supervisor: Supervisor, progress: Progress
 ) -> _Ready:
     credentials = ensure_credentials(state.secrets)
-    _fresh_logs(state)
+    fresh_logs(state.logs)
     settings = await asyncio.to_thread(_with_model, _with_tenants(settings), env, progress)
     progress.done(f"model {settings.model.path}")
 
@@ -144,7 +154,13 @@ async def _start(
     port = int(facts["gateway"].get("port", settings.gateway.port))
     supervisor.respecify(_same_port(next(spec for spec in specs if spec.name == "gateway"), port))
     url = f"http://{_reachable(settings.gateway.host)}:{port}"
-    token_s = await asyncio.to_thread(first_token, url, credentials.api_key, settings.model.name, FIRST_TOKEN_TIMEOUT_S)
+    over = threading.Event()
+    try:
+        token_s = await asyncio.to_thread(
+            first_token, url, credentials.api_key, settings.model.name, FIRST_TOKEN_TIMEOUT_S, over
+        )
+    finally:
+        over.set()  # a thread cannot be cancelled, and the process would wait for it
     progress.done("a first token went through all services")
     record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid())
     screen = ready_screen(plan.settings, url, credentials.api_key, state.logs, progress.elapsed_s, token_s)
@@ -236,10 +252,3 @@ def _reachable(host: str) -> str:
 def _address(url: str) -> str:
     """A URL without the credentials it may hold."""
     return url.partition("://")[2].rpartition("@")[2]
-
-
-def _fresh_logs(state: StateFolder) -> None:
-    """Keep the last run's logs as .old, so that a log holds one run."""
-    for log in state.logs.glob("*.log"):
-        if log.name != "up.log":
-            log.replace(log.with_suffix(".old"))
