@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shared.bus.envelope import MAX_PAYLOAD_BYTES, inbox_prefix
 from shared.bus.streams import LEASE_BUCKET, stream_name
 from shared.contracts import subjects
-from shared.contracts.subjects import HOPS, SERVICES, Hop
+from shared.contracts.subjects import HOPS, SERVICES, WORKERS, Hop
 
 MAX_MEMORY_BYTES = 256 * 1024 * 1024
 MAX_FILE_BYTES = 2 * 1024 * 1024 * 1024
@@ -86,9 +86,13 @@ def _sent_by(service: str, hop: Hop) -> str:
 
 
 def _consuming(service: str, stream: str) -> list[str]:
-    """Make the stream and the consumer named after the service, pull from it, acknowledge."""
+    """Make the consumer named after the service, pull from it, acknowledge; make the stream too, unless a worker.
+
+    NATS checks nobody's permission for the subjects a stream takes: who makes one could read everything.
+    """
+    make = [] if service in WORKERS else [f"$JS.API.STREAM.CREATE.{stream}"]
     return [
-        f"$JS.API.STREAM.CREATE.{stream}",
+        *make,
         f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{service}",
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{service}",
         f"$JS.ACK.{stream}.{service}.>",

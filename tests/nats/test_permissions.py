@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import msgspec
 import nats
+import nats.errors
 import pytest
 from nats.aio.client import Client
 
 from services.cli.nats_config import nats_config
 from shared.bus.bus import Bus, Delivery
 from shared.bus.nats_bus import connect_bus, flush
-from shared.bus.streams import AUDIT_STREAM, SETTLE_STREAM
+from shared.bus.streams import AUDIT_STREAM, PURGE_ORDER_STREAM, SETTLE_STREAM
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import Forbidden
@@ -156,6 +158,19 @@ async def _consume_foreign(bus: Bus) -> None:
         raise AssertionError("a foreign stream was read")
 
     await bus.consume(SETTLE_STREAM, subjects.POLICY_SETTLE, m.Settle, never, durable="gateway")
+
+
+@pytest.mark.parametrize("service", subjects.WORKERS)
+async def test_a_worker_cannot_make_a_stream_that_copies_what_others_say(server: NatsServer, service: str) -> None:
+    """NATS asks nobody's permission for the subjects of a stream, so who may make one can read everything."""
+    errors: list[str] = []
+    async with raw(server, service, errors) as client:
+        wanted = {"name": PURGE_ORDER_STREAM, "subjects": [subjects.sched_submit("x")], "storage": "memory"}
+        with pytest.raises(nats.errors.TimeoutError):
+            await client.request(
+                f"$JS.API.STREAM.CREATE.{PURGE_ORDER_STREAM}", json.dumps(wanted).encode(), timeout=0.5
+            )
+    assert any("permissions violation" in error.lower() for error in errors)
 
 
 async def test_a_request_cannot_make_a_responder_publish_elsewhere(server: NatsServer) -> None:
