@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from opentelemetry import context as otel_context
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -38,6 +39,8 @@ log = logging.getLogger("baton.gateway")
 
 MAX_ECHO_CHARS = 128
 MAX_TRACES = 200
+
+_TRACE_PARENT = TraceContextTextMapPropagator()
 
 Parse = Callable[[bytes], GenerationRequest]
 
@@ -238,9 +241,12 @@ def _echo(request: Request) -> dict[str, str]:
 
 def _client_links(request: Request) -> list[Link]:
     """The client's trace is linked, not adopted: strangers may not choose our trace ids or sampling."""
-    if "traceparent" not in request.headers:
+    # the one header alone: what the library finds wrong in baggage and tracestate it writes into our log
+    given = request.headers.get("traceparent", "")
+    if not given or len(given) > MAX_ECHO_CHARS:
         return []
-    context = trace.get_current_span(propagate.extract(dict(request.headers), context=Context())).get_span_context()
+    carrier = {"traceparent": given}
+    context = trace.get_current_span(_TRACE_PARENT.extract(carrier, context=Context())).get_span_context()
     return [Link(context)] if context.is_valid else []
 
 

@@ -9,8 +9,9 @@ from datetime import datetime
 from typing import TypeVar
 
 from services.gateway.openai_schema import ChatRequest, GenerationRequest
-from shared.contracts.errors import ContextExceeded
+from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.text.chat_prompt import encode_chat
+from shared.text.chat_template import check_template
 from shared.text.tokenizer import Tokenizer
 
 NUM_THREADS = 2
@@ -25,9 +26,13 @@ class PromptCodec:
 
     Args:
         context: most tokens of prompt and output together.
+
+    Raises SettingsError for a chat template that does not compile.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
+        if tokenizer.chat_template is not None:
+            check_template(tokenizer.chat_template)
         self.tokenizer = tokenizer
         self._context = context
         # a longer text has more tokens than the context, so it need not be tokenized to be refused
@@ -51,6 +56,8 @@ class PromptCodec:
 
     def _encode(self, request: GenerationRequest) -> list[int]:
         if isinstance(request, ChatRequest):
+            if self.tokenizer.chat_template is None:
+                raise InvalidInput("this model has no chat template; use /v1/completions", param="messages")
             messages = [message.model_dump() for message in request.messages]
             return encode_chat(self.tokenizer, messages, now=datetime.now(), max_chars=self._max_chars)
         assert isinstance(request.prompt, str)

@@ -284,6 +284,15 @@ async def test_drain_lets_streams_finish_and_ends_the_rest_with_an_error() -> No
         backend.hold.set()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("name", ["traceparent", "tracestate", "baggage"])
+async def test_trace_headers_of_strangers_stay_out_of_the_log(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway_stack() as stack:
+        sent = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", name: "whales=dawn," * 2000}
+        assert (await post(stack, "chat/completions", chat(), **sent)).status_code == 200
+        assert "whales" not in caplog.text
+        assert "opentelemetry" not in " ".join(record.name for record in caplog.records)
+
+
 async def test_a_request_admitted_while_the_gateway_drains_lets_its_reservation_go() -> None:
     async with gateway_stack(drain_s=0.3) as stack:
         service, ask = stack.service, stack.service._ask_policy

@@ -12,8 +12,9 @@ import pytest
 
 from services.gateway.parse import parse_chat, parse_completion
 from services.gateway.prompt_codec import SHORT_BODY_BYTES, PromptCodec
-from shared.contracts.errors import ContextExceeded
-from tests.tiny_tokenizer import tiny_tokenizer
+from shared.contracts.errors import ContextExceeded, InvalidInput, SettingsError
+from shared.text.tokenizer import Tokenizer
+from tests.tiny_tokenizer import tiny_tokenizer, tokenizer_json
 
 TOKENIZER = tiny_tokenizer()
 CONTEXT = 100
@@ -50,6 +51,20 @@ async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing(
 
 async def test_what_may_fit_is_tokenized(codec: PromptCodec) -> None:
     assert await codec.encode(parse_completion(completion_body("abc"))) == TOKENIZER.encode("abc")
+
+
+async def test_a_model_without_a_chat_template_takes_completions_only() -> None:
+    codec = PromptCodec(Tokenizer(tokenizer_json(), {}), CONTEXT)
+    assert await codec.encode(parse_completion(completion_body("abc")))
+    with pytest.raises(InvalidInput) as caught:
+        await codec.encode(parse_chat(b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'))
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    codec.close()
+
+
+def test_a_broken_chat_template_is_found_at_start() -> None:
+    with pytest.raises(SettingsError):
+        PromptCodec(tiny_tokenizer(chat_template="{% for %}"), CONTEXT)
 
 
 async def test_a_long_body_is_parsed_beside_the_event_loop(codec: PromptCodec) -> None:
