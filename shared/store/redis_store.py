@@ -69,16 +69,6 @@ class RedisStore:
                 await self._client.connection_pool.disconnect(inuse_connections=False)
                 raise
 
-    async def scan(self, pattern: str) -> AsyncIterator[bytes]:
-        """Keys that match a glob pattern, in no order; a key may come twice."""
-        cursor: int | bytes = 0
-        while True:
-            cursor, keys = await self.execute("SCAN", cursor, "MATCH", pattern, "COUNT", 500)
-            for key in keys:
-                yield key
-            if int(cursor) == 0:
-                return
-
     async def now_s(self) -> float:
         """Redis' own clock in unix seconds: the one clock of ledger windows."""
         seconds, microseconds = await self.execute("TIME")
