@@ -150,7 +150,7 @@ def test_pairwise_covers_every_pair() -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_default_model_pairwise(dtype: str, default_model_dir: Path, tmp_path: Path) -> None:
     model = load_decoder(default_model_dir, dtype)
     prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32)

@@ -146,6 +146,7 @@ def test_a_prefill_worker_stopped_across_its_lease_and_continued_harms_nobody() 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_many_seeds() -> None:
     for seed in seeds(400):
         simulate(seed)

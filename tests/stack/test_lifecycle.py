@@ -19,8 +19,8 @@ from tests.tiny_models import make_tiny_model
 from tests.tiny_tokenizer import CHATML, tokenizer_json
 
 START_CPU_S = 30.0
-"""Processor time a start on warm caches may take: with two cores, well within the 20 s promised on an idle machine. Time
-on the clock would tell who else computes here."""
+"""Processor time a start on warm caches may take: with two cores, well within the 20 s promised on an idle machine.
+Time on the clock would tell who else computes here."""
 
 
 def make_model_folder(folder: Path, **changes: Any) -> Path:

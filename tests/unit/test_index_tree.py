@@ -209,6 +209,14 @@ def test_silence_of_ten_seconds_is_death() -> None:
     assert fleet.beat(beat(), 11.0) == Heard.FIRST
 
 
+def test_workers_of_another_format_are_remembered_in_bounded_room() -> None:
+    fleet = Fleet()
+    fleet.beat(beat(W1, "first"), 0.0)
+    for number in range(1000):
+        fleet.beat(beat(WorkerId(f"decode-{number}x"), "second"), 0.0)
+    assert len(fleet._warned) <= 256
+
+
 def test_another_format_is_ignored_and_logged_with_both(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     fleet.beat(beat(W1, "first"), 0.0)
