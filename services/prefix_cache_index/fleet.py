@@ -19,6 +19,9 @@ from shared.security.scope import KvFormat
 log = logging.getLogger("baton.index")
 
 
+MAX_WARNED = 256
+
+
 class Heard(enum.Enum):
     """What a beat means: a worker's first beat of this incarnation, one more, or one that does not count."""
 
@@ -105,6 +108,8 @@ class Fleet:
         if self._warned.get(beat.worker) == beat.incarnation:
             return
         self._warned[beat.worker] = beat.incarnation
+        if len(self._warned) > MAX_WARNED:  # a worker's id is new at every start
+            del self._warned[next(iter(self._warned))]
         log.warning("worker %s ignored: pool %s has KV format %s, it has %s", beat.worker, beat.pool, expected, found)
 
 
