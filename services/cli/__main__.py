@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +23,19 @@ USAGE = "usage: ./baton COMMAND [options]      ./baton COMMAND --help tells more
 
 
 def main(argv: Sequence[str]) -> int:
-    """Dispatch; commands are imported only when asked for, so each starts as fast as it can."""
+    """Dispatch; a reader of our output that left (`./baton trace | head`) ends the command quietly."""
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter would fail once more in its last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    """Commands are imported only when asked for, so each starts as fast as it can."""
     if not argv or argv[0] not in COMMANDS:
         return refuse(argv)
     module, function, _ = COMMANDS[argv[0]]

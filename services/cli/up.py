@@ -60,13 +60,15 @@ def _fail(message: str, code: int) -> int:
 async def _run(settings: Settings, options: argparse.Namespace, env: Mapping[str, str]) -> int:
     state = StateFolder(state_path(env))
     lock = state.lock()
-    stop = stop_on_signals(limit_s=120)
     progress = Progress()
+    supervisor = Supervisor(progress.say)
+    # A second Ctrl-C ends the children at once; what they left behind is still cleared away.
+    stop = stop_on_signals(limit_s=120, hurry=supervisor.kill)
     try:
         # What a killed stack left behind goes first; the lock says nobody uses it.
         state.clear_run()
         state = StateFolder(state.path)
-        await _serve(settings, options, env, state, stop, progress)
+        await _serve(settings, options, env, state, stop, supervisor, progress)
     finally:
         state.clear_run()
         lock.release()
@@ -79,10 +81,10 @@ async def _serve(
     env: Mapping[str, str],
     state: StateFolder,
     stop: asyncio.Event,
+    supervisor: Supervisor,
     progress: Progress,
 ) -> None:
     _check_port(settings.gateway.host, settings.gateway.port)
-    supervisor = Supervisor(progress.say)
     starting = asyncio.create_task(_start(settings, env, state, supervisor, progress))
     try:
         if not await _unless_stopped(starting, stop):

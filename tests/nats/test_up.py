@@ -153,6 +153,8 @@ def test_ctrl_c_and_a_killed_supervisor_leave_nothing(
         own = [line for line in stack.processes().values() if "nats-server" in line or "valkey-server" in line]
         assert len(own) == (0 if number == signal.SIGINT else 2)
         process.send_signal(number)
+        if number == signal.SIGINT:
+            process.send_signal(number)  # as `timeout` does: to the process and to its group
         code = process.wait(60)
         assert code == (0 if number == signal.SIGINT else -signal.SIGKILL)
         process.stdout.close()
@@ -161,6 +163,40 @@ def test_ctrl_c_and_a_killed_supervisor_leave_nothing(
             until(lambda: not stack.processes(), 40)
             stack.run("down")
         nothing_left(stack)
+
+
+@pytest.mark.model
+def test_a_second_ctrl_c_does_not_wait_and_still_clears_away(stack: Stack, default_model_dir: Path) -> None:
+    # Given: a gateway that cannot stop
+    process = subprocess.Popen(
+        [*COMMAND, *up_arguments("--json")],
+        cwd=ROOT,
+        env=stack.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    gateway = next(pid for pid, line in stack.processes().items() if "services.gateway" in line)
+    os.kill(gateway, signal.SIGSTOP)
+    # When: Ctrl-C waits for it, and comes again
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    # Then: it ends sooner than the gateway's 15 s, and leaves nothing
+    assert process.wait(10) == 0
+    process.stdout.close()
+    nothing_left(stack)
+
+
+def test_output_into_a_closed_pipe_is_no_fault() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*COMMAND, "--help"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert done.stderr == ""
 
 
 @pytest.mark.model
