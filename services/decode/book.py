@@ -26,6 +26,7 @@ from shared.engine.sequence import ERROR, SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
+from shared.telemetry import attributes as a
 from shared.telemetry.token_timings import TokenTimings
 
 log = logging.getLogger("baton.decode")
@@ -60,7 +61,9 @@ class Book:
             lease_token=secrets.token_bytes(16),
             reserved_at=now,
             context=delivery.context,
-            span=self.shell.tracer.start_span("decode.run", context=delivery.context),
+            span=self.shell.tracer.start_span(
+                "decode.run", context=delivery.context, attributes={a.FAKE: self.shell.core.facts.fake}
+            ),
             answer=asyncio.get_running_loop().create_future(),
         )
         self.held[message.attempt.request_id] = held

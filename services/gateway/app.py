@@ -158,7 +158,8 @@ class Door:
         return json_response(self._model(), _echo(request))
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self._service.config.model, "object": "model", "created": self._started, "owned_by": "baton"}
+        owner = "baton, fake workers" if self._service.cluster.has_fake_workers else "baton"
+        return {"id": self._service.config.model, "object": "model", "created": self._started, "owned_by": owner}
 
     async def health(self) -> Response:
         """GET /health: the process answers."""

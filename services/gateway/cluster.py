@@ -32,6 +32,11 @@ class Cluster:
         for worker in [w for w, (_, heard) in self._workers.items() if now - heard > FORGET_S]:
             del self._workers[worker]
 
+    @property
+    def has_fake_workers(self) -> bool:
+        """True if tokens may be made up."""
+        return any(beat.fake for beat, _ in self._workers.values())
+
     def body(self, now: float) -> dict[str, Any]:
         """`scheduler` (None when silent) and `workers`, by role and id; `age_s`: seconds since the beat."""
         self.forget_old(now)

@@ -62,3 +62,13 @@ def test_status_prints_a_line_a_worker_and_labels_fakes() -> None:
     assert scheduler == "scheduler  not heard"
     assert worker.split() == ["d-1", "3", "0", "0", "5/8", "0.5s", "fake"]
     assert lines({"url": "http://h:1", "pid": 7}) == ["http://h:1  process 7"]
+
+
+def test_one_fake_worker_is_enough_to_distrust_tokens() -> None:
+    cluster = Cluster()
+    cluster.on_worker_beat(worker_beat("d-1"), 1.0)
+    assert not cluster.has_fake_workers
+    cluster.on_worker_beat(worker_beat("d-2", fake=True), 1.0)
+    assert cluster.has_fake_workers
+    cluster.forget_old(1.0 + FORGET_S + 1.0)
+    assert not cluster.has_fake_workers
