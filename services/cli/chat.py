@@ -64,7 +64,7 @@ def first_model(client: httpx.Client, target: Connection) -> str:
 
 
 def request_body(model: str, question: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The request: only what the user set goes along."""
+    """The request: of what a user may leave open, only the temperature goes along unasked."""
     messages = [{"role": "user", "content": question}]
     if options.system:
         messages.insert(0, {"role": "system", "content": options.system})
@@ -95,7 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("question", nargs="*", help="the question; without one it is read from standard input")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("--model", help="the model; default: the one served")
-    parser.add_argument("--temperature", type=float, help="0 is greedy")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.2,
+        help="0 is greedy; default 0.2, since a small model rambles at the API's 1.0",
+    )
     parser.add_argument("--max-tokens", type=int, help="most output tokens")
     parser.add_argument("--seed", type=int, help="makes the answer repeatable")
     add_connection_options(parser)

@@ -6,7 +6,9 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from services.cli.chat import _parser, request_body
 from tests.pipeline.gateway_support import default_output, http_stack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,3 +52,12 @@ async def test_trace_lists_requests_and_prints_one() -> None:
         assert "gateway.stream" in text
         code, _, error = await baton(url, "trace", key="key-a")
         assert (code, error) == (1, "baton trace: HTTP 403: this needs an admin key\n")
+
+
+def test_a_chat_is_cooler_than_the_api_unless_told() -> None:
+    def body(*argv: str) -> dict[str, Any]:
+        return request_body("m", "hi", _parser().parse_args(["hi", *argv]))
+
+    assert body() == {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "temperature": 0.2}
+    assert body("--temperature", "0", "--seed", "7")["temperature"] == 0
+    assert body("--seed", "7")["seed"] == 7
