@@ -67,7 +67,6 @@ def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
             eos_token_ids=eos_token_ids,
             tags=tags,
             tenant=grant.tenant,
-            klass=grant.klass,
             weight=grant.weight,
             await_kv=bool(message.prefill_worker) and i == 0,
         )

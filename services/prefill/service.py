@@ -153,7 +153,6 @@ class PrefillWorker:
                 sampling=NO_SAMPLING,
                 tags=tags,
                 tenant=grant.tenant,
-                klass=grant.klass,
                 weight=grant.weight,
                 compute_only=True,
             )

@@ -52,7 +52,6 @@ class SequenceSpec:
     eos_token_ids: frozenset[int] = frozenset()
     tags: tuple[tuple[BlockTag, ...], ...] = ()  # per layer group, of the leading full blocks
     tenant: TenantId = _NO_TENANT
-    klass: str = ""
     weight: float = 1.0  # the tenant's share of prompt tokens
     compute_only: bool = False  # store KV of all token_ids and end; never sample
     await_kv: bool = False  # a hand-off is to come: not runnable until released
