@@ -11,9 +11,17 @@ from collections.abc import Sequence
 COMMANDS = {
     "up": ("services.cli.up", "main", "start a stack: servers, services, workers"),
     "down": ("services.cli.down", "main", "stop it"),
+    "restart": ("services.cli.restart", "main", "restart services one process after the other, streams going on"),
     "status": ("services.cli.status", "main", "show the running stack and its workers"),
+    "top": ("services.cli.top", "main", "watch requests, queues and workers"),
     "chat": ("services.cli.chat", "main", "ask the running stack and stream the answer"),
+    "batch": ("services.cli.batch", "main", "submit, watch, cancel batch jobs and fetch their results"),
+    "keys": ("services.cli.keys", "main", "print a tenant's credential for the queue"),
     "trace": ("services.cli.trace", "main", "list recent requests, or show one as a waterfall"),
+    "logs": ("services.cli.log_reader", "main", "read and follow the logs of all services as one"),
+    "doctor": ("services.cli.doctor", "main", "say what is missing or wrong here, and the fix"),
+    "config": ("services.cli.config", "main", "check or show the settings, and where each came from"),
+    "bench": ("services.cli.bench", "main", "measure this machine: smoke, batching"),
     "test": ("services.cli.check", "main", "lint, types and all tests"),
 }
 

@@ -29,6 +29,10 @@ SECRET_FILES: dict[str, dict[str, Callable[[Credentials], Path]]] = {
         "BATON_MASTER_KEY_FILE": lambda c: c.master_key,
         "BATON_REDIS_PASSWORD_FILE": lambda c: c.redis_password,
     },
+    "batch": {
+        "BATON_MASTER_KEY_FILE": lambda c: c.master_key,
+        "BATON_REDIS_PASSWORD_FILE": lambda c: c.redis_password,
+    },
     "prefill": {"BATON_GRANT_PUBLIC_KEY_FILE": lambda c: c.grant_public_key},
     "decode": {"BATON_GRANT_PUBLIC_KEY_FILE": lambda c: c.grant_public_key},
 }
@@ -51,7 +55,7 @@ class StackPlan:
 
 def instance_names(settings: Settings) -> dict[str, str]:
     """Process name to service, of everything but the two servers."""
-    names = {service: service for service in (*CONTROL, "gateway")}
+    names = {service: service for service in (*CONTROL, "batch", "gateway")}
     for role, count in (("prefill", settings.workers.prefill), ("decode", settings.workers.decode)):
         names |= {f"{role}-{number}": role for number in range(1, count + 1)}
     return names
@@ -61,6 +65,7 @@ def stop_order(settings: Settings) -> list[list[str]]:
     """Groups of process names; a group stops when the one before it has.
 
     1. gateway: takes no new request, lets streams finish within its limit, cancels the rest, settles them.
+       batch likewise: its items go back to the queue.
     2. scheduler: nobody asks for places any more, and it must not place on workers that leave.
     3. prefill: what is computed has been pulled or is no longer wanted.
     4. decode: holds the KV to the last, since requests that ended early still free theirs.
@@ -74,8 +79,8 @@ def stop_order(settings: Settings) -> list[list[str]]:
     def of(service: str) -> list[str]:
         return [name for name, what in names.items() if what == service]
 
-    services = ("gateway", "scheduler", "prefill", "decode", "prefix-cache-index", "policy")
-    return [*(of(service) for service in services), ["nats"], ["redis"]]
+    services = ("scheduler", "prefill", "decode", "prefix-cache-index", "policy")
+    return [of("gateway") + of("batch"), *(of(service) for service in services), ["nats"], ["redis"]]
 
 
 def base_environment(env: Mapping[str, str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_minute: int = 0
     max_context_tokens: int = 0
     max_output_tokens: int = 0
+    batch_enqueued_tokens: int = 0  # prompt tokens of batch items that have not ended
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True):

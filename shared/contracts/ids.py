@@ -14,6 +14,8 @@ RequestId = NewType("RequestId", str)
 TenantId = NewType("TenantId", str)
 WorkerId = NewType("WorkerId", str)
 IngressId = NewType("IngressId", str)
+FileId = NewType("FileId", str)
+BatchId = NewType("BatchId", str)
 BlockTag = NewType("BlockTag", bytes)
 """Keyed BLAKE2b-128 of (parent tag, token ids) under a scope's key; 16 bytes. Workers know tags, never keys."""
 

@@ -29,13 +29,18 @@ def _decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(message_type)
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """The message's wire bytes."""
-    return _encoder.encode(message)
+def encode(message: msgspec.Struct | bytes) -> bytes:
+    """The message's wire bytes; bytes are sent as they are, for hops that strangers with plain NATS clients use."""
+    return message if isinstance(message, bytes) else _encoder.encode(message)
 
 
 def decode(data: bytes, message_type: Any) -> Any:
-    """A message of `message_type` (a class or a union of them). Raises ProtocolError when the bytes are not one."""
+    """A message of `message_type` (a class or a union of them; `bytes` takes the payload as it is).
+
+    Raises ProtocolError when the bytes are not one.
+    """
+    if message_type is bytes:
+        return data
     try:
         return _decoder(message_type).decode(data)
     except msgspec.MsgspecError as exc:

@@ -9,7 +9,6 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import Limits, SignedGrant
 from shared.contracts.ids import (
-    Dispatch,
     Incarnation,
     IngressId,
     KeyVersion,
@@ -74,6 +73,22 @@ class Admit(Message, frozen=True, kw_only=True):
     max_tokens: int  # per choice
     choices: int = 1
     klass: str = ""  # asked class; policy decides
+
+
+class AdmitTenant(Message, frozen=True, kw_only=True):
+    """batch → policy, `policy.admit-tenant`: as Admit, for an ingress that knows the tenant by other means than a key.
+
+    `request_id` is derived from the item, so asking again after a crash holds nothing twice. It takes nothing from the
+    tenant's limits a minute: batch work has a limit of its own, the enqueued tokens.
+    """
+
+    request_id: RequestId
+    tenant: TenantId
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    choices: int = 1
+    klass: str = "batch"
 
 
 class Granted(Message, frozen=True, kw_only=True):
@@ -505,11 +520,3 @@ class AuditRecord(Message, frozen=True, kw_only=True):
     tenant: TenantId = TenantId("")
     subject: str = ""
     wall_time_s: float = 0.0
-
-
-class BatchItem(Message, frozen=True, kw_only=True):
-    """tenant → batch service, JetStream `batch.<tenant>.<class>`: one OpenAI batch line, as it stands."""
-
-    custom_id: str
-    line: bytes
-    dispatch: Dispatch = Dispatch(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shared.contracts import batch_messages as b
 from shared.contracts import messages as m
 from shared.contracts.errors import ProtocolError
 from shared.contracts.ids import IngressId, TenantId, WorkerId, is_id
@@ -20,6 +21,7 @@ def _id(text: str) -> str:
 
 POLICY_AUTHENTICATE = f"{PREFIX}.policy.authenticate"
 POLICY_ADMIT = f"{PREFIX}.policy.admit"
+POLICY_ADMIT_TENANT = f"{PREFIX}.policy.admit-tenant"
 POLICY_SETTLE = f"{PREFIX}.policy.settle"
 POLICY_EVENTS = f"{PREFIX}.policy.events"
 INDEX_MATCH = f"{PREFIX}.index.match"
@@ -27,6 +29,8 @@ INDEX_EXTEND = f"{PREFIX}.index.extend"
 INDEX_PURGE = f"{PREFIX}.index.purge"
 PURGE_ORDER = f"{PREFIX}.purge.order"
 PURGE_ACK = f"{PREFIX}.purge.ack"
+BATCH_FILES = f"{PREFIX}.batch.files"
+BATCH_JOBS = f"{PREFIX}.batch.jobs"
 
 
 def sched_submit(pool: str) -> str:
@@ -84,8 +88,23 @@ def audit(service: str) -> str:
     return f"{PREFIX}.audit.{_id(service)}"
 
 
-def batch(tenant: TenantId, klass: str) -> str:
-    return f"{PREFIX}.batch.{_id(tenant)}.{_id(klass)}"
+def batch_submit(tenant: TenantId) -> str:
+    """Where a tenant publishes its batch lines."""
+    return f"{PREFIX}.batch.submit.{_id(tenant)}"
+
+
+def batch_results(tenant: TenantId) -> str:
+    """Where a tenant asks for its results."""
+    return f"{PREFIX}.batch.results.{_id(tenant)}"
+
+
+def batch_done(tenant: TenantId) -> str:
+    """Where a tenant hears of each result as it comes."""
+    return f"{PREFIX}.batch.done.{_id(tenant)}"
+
+
+def batch_item(tenant: TenantId) -> str:
+    return f"{PREFIX}.batch.item.{_id(tenant)}"
 
 
 ANY_WORKER_BEAT = f"{PREFIX}.worker.*.beat"
@@ -93,6 +112,10 @@ ANY_GATEWAY_BEAT = f"{PREFIX}.gateway.*.beat"
 ANY_SCHED_BEAT = f"{PREFIX}.sched.*.beat"
 ANY_TRACE = f"{PREFIX}.trace.*"
 ANY_INDEX_EVENTS = f"{PREFIX}.index.events.*"
+ANY_BATCH_SUBMIT = f"{PREFIX}.batch.submit.*"
+ANY_BATCH_RESULTS = f"{PREFIX}.batch.results.*"
+ANY_BATCH_DONE = f"{PREFIX}.batch.done.*"
+ANY_BATCH_ITEM = f"{PREFIX}.batch.item.*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +135,11 @@ class Hop:
     reply: Any = None
 
 
-INGRESS = ("gateway",)
+GATEWAY = ("gateway",)
+INGRESS = (*GATEWAY, "batch")
+"""Services that hold requests: each has an id, beats, a stream of frames and placement events."""
+TENANT = "tenant"
+"""Not a service: a NATS user of a tenant, in an account apart."""
 WORKERS = ("prefill", "decode")
 SERVICES = (*INGRESS, "policy", "scheduler", "prefix-cache-index", *WORKERS)
 """The service names of subjects, NATS users and `service.name`: ids, so with hyphens."""
@@ -122,23 +149,32 @@ HOPS: tuple[Hop, ...] = (
         "policy.authenticate",
         "request",
         POLICY_AUTHENTICATE,
-        INGRESS,
+        GATEWAY,
         ("policy",),
         m.Authenticate,
         m.Identity | m.Refusal,
     ),
-    Hop("policy.admit", "request", POLICY_ADMIT, INGRESS, ("policy",), m.Admit, m.Granted | m.Refusal),
+    Hop("policy.admit", "request", POLICY_ADMIT, GATEWAY, ("policy",), m.Admit, m.Granted | m.Refusal),
+    Hop(
+        "policy.admit-tenant",
+        "request",
+        POLICY_ADMIT_TENANT,
+        ("batch",),
+        ("policy",),
+        m.AdmitTenant,
+        m.Granted | m.Refusal,
+    ),
     Hop("policy.settle", "stream", POLICY_SETTLE, INGRESS, ("policy",), m.Settle),
     Hop(
         "policy.events",
         "publish",
         POLICY_EVENTS,
         ("policy",),
-        ("gateway", "scheduler", "prefix-cache-index", *WORKERS),
+        (*INGRESS, "scheduler", "prefix-cache-index", *WORKERS),
         m.PolicyEvent,
     ),
     Hop("sched.submit", "request", f"{PREFIX}.sched.*.submit", INGRESS, ("scheduler",), m.Submit, m.Queued | m.Refusal),
-    Hop("sched.beat", "publish", ANY_SCHED_BEAT, ("scheduler",), ("gateway", "scheduler", *WORKERS), m.SchedulerBeat),
+    Hop("sched.beat", "publish", ANY_SCHED_BEAT, ("scheduler",), (*INGRESS, "scheduler", *WORKERS), m.SchedulerBeat),
     Hop(
         "gateway.event",
         "request",
@@ -169,7 +205,7 @@ HOPS: tuple[Hop, ...] = (
         "decode.cancel",
         "request",
         f"{PREFIX}.decode.*.cancel",
-        ("gateway", "scheduler"),
+        (*INGRESS, "scheduler"),
         ("decode",),
         m.Cancel,
         m.Cancelled,
@@ -193,7 +229,7 @@ HOPS: tuple[Hop, ...] = (
         "prefill.cancel",
         "request",
         f"{PREFIX}.prefill.*.cancel",
-        ("gateway", "scheduler"),
+        (*INGRESS, "scheduler"),
         ("prefill",),
         m.Cancel,
         m.Cancelled,
@@ -206,11 +242,11 @@ HOPS: tuple[Hop, ...] = (
         "publish",
         ANY_WORKER_BEAT,
         WORKERS,
-        ("scheduler", "prefix-cache-index", "gateway", *WORKERS),
+        ("scheduler", "prefix-cache-index", *INGRESS, *WORKERS),
         m.WorkerBeat,
     ),
     Hop("stream", "publish", f"{PREFIX}.stream.*", ("decode",), INGRESS, m.StreamFrame),
-    Hop("trace", "publish", f"{PREFIX}.trace.*", SERVICES, INGRESS, m.SpanBatch),
+    Hop("trace", "publish", f"{PREFIX}.trace.*", SERVICES, GATEWAY, m.SpanBatch),
     Hop("purge.order", "stream", PURGE_ORDER, ("prefix-cache-index", "policy"), ("policy", *WORKERS), m.PurgeOrder),
     Hop("purge.ack", "stream", PURGE_ACK, ("policy", *WORKERS), ("prefix-cache-index",), m.PurgeAck),
     Hop(
@@ -221,6 +257,12 @@ HOPS: tuple[Hop, ...] = (
         ("policy",),
         m.AuditRecord,
     ),
-    Hop("batch", "stream", f"{PREFIX}.batch.*.*", ("tenant",), ("batch",), m.BatchItem),
+    Hop("batch.files", "request", BATCH_FILES, GATEWAY, ("batch",), b.FileRequest, b.FileReply),
+    Hop("batch.jobs", "request", BATCH_JOBS, GATEWAY, ("batch",), b.BatchRequest, b.BatchReply),
+    Hop("batch.item", "stream", ANY_BATCH_ITEM, ("batch",), ("batch",), b.BatchItem),
+    # Raw JSON: tenants use plain NATS clients.
+    Hop("batch.submit", "stream", ANY_BATCH_SUBMIT, (TENANT,), ("batch",), bytes),
+    Hop("batch.results", "request", ANY_BATCH_RESULTS, (TENANT,), ("batch",), bytes, bytes),
+    Hop("batch.done", "publish", ANY_BATCH_DONE, ("batch",), (TENANT,), bytes),
 )
 """The whole table. `audit.<service>` and `trace.<service>` are narrowed to the sender's own name in permissions."""

@@ -77,6 +77,20 @@ class PolicySettings(Section):
     tenants: str = Field("", description="0600 JSON file of more tenants and key hashes, applied at every start")
 
 
+class BatchSettings(Section):
+    """Files and batch jobs."""
+
+    max_running: int = Field(16, ge=1, description="most items at work at once, of all tenants together")
+    max_file_bytes: int = Field(200 * 1024 * 1024, gt=0, description="largest uploaded file, bytes")
+    max_lines: int = Field(50_000, ge=1, description="most lines of one batch")
+    enqueued_tokens: int = Field(
+        0,
+        ge=0,
+        description="prompt tokens a tenant may have waiting in batches; 0 = no limit",
+    )
+    window_s: float = Field(86400.0, gt=0, description="time a batch may take before it expires, seconds")
+
+
 class BusSettings(Section):
     """NATS."""
 
@@ -115,6 +129,7 @@ class Settings(BaseModel):
     engine: EngineSettings = EngineSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     policy: PolicySettings = PolicySettings()
+    batch: BatchSettings = BatchSettings()
     bus: BusSettings = BusSettings()
     store: StoreSettings = StoreSettings()
     workers: WorkersSettings = WorkersSettings()

@@ -64,7 +64,7 @@ def golden() -> dict[str, str]:
 
 
 def _members(annotation: Any) -> list[type[Message]]:
-    if annotation is None:
+    if annotation is None or annotation is bytes:
         return []
     return list(typing.get_args(annotation)) or [annotation]
 

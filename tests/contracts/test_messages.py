@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from shared.contracts import batch_messages as b
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, QuotaExceeded, from_wire, to_wire
-from shared.contracts.ids import Dispatch, Epoch, IngressId, RequestId, WorkerId
+from shared.contracts.ids import Dispatch, Epoch, IngressId, RequestId, TenantId, WorkerId
 from shared.contracts.message import Message, decode, encode
 from shared.contracts.tokens import pack_tokens, unpack_tokens
 from tests.contracts.examples import GOLDEN, example, golden, message_types
@@ -30,7 +31,10 @@ def test_bytes_equal_the_golden_file() -> None:
 
 def test_every_message_class_is_in_the_table() -> None:
     defined = {
-        c.__name__ for c in vars(m).values() if isinstance(c, type) and issubclass(c, Message) and c is not Message
+        c.__name__
+        for module in (m, b)
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, Message) and c is not Message
     }
     assert defined == {c.__name__ for c in ALL}
 
@@ -97,7 +101,7 @@ def test_ids_that_could_break_a_subject_are_refused(bad: str) -> None:
     with pytest.raises(ProtocolError):
         subjects.decode(WorkerId(bad), "reserve")
     with pytest.raises(ProtocolError):
-        subjects.batch(bad, "interactive")  # type: ignore[arg-type]
+        subjects.batch_submit(TenantId(bad))
 
 
 def test_table_patterns_cover_the_built_subjects() -> None:
@@ -115,7 +119,13 @@ def test_table_patterns_cover_the_built_subjects() -> None:
         subjects.stream(IngressId("gw-1")),
         subjects.trace("gateway"),
         subjects.audit("gateway"),
-        subjects.batch("acme", "bulk"),  # type: ignore[arg-type]
+        subjects.batch_submit(TenantId("acme")),
+        subjects.batch_results(TenantId("acme")),
+        subjects.batch_done(TenantId("acme")),
+        subjects.batch_item(TenantId("acme")),
+        subjects.BATCH_FILES,
+        subjects.BATCH_JOBS,
+        subjects.POLICY_ADMIT_TENANT,
         subjects.POLICY_AUTHENTICATE,
         subjects.POLICY_ADMIT,
         subjects.POLICY_SETTLE,
