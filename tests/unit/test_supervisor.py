@@ -259,10 +259,10 @@ def test_each_process_is_told_its_own_secrets_only(tmp_path: Path) -> None:
     assert "BATON_REDIS_PASSWORD_FILE" not in foreign.env
 
 
-def test_every_process_stops_and_the_gateway_stops_first(tmp_path: Path) -> None:
+def test_every_process_stops_and_the_ingresses_stop_first(tmp_path: Path) -> None:
     settings = plan(tmp_path).settings
     order = stop_order(settings)
-    assert order[0] == ["gateway"]
+    assert order[0] == ["gateway", "batch"]
     assert order[-2:] == [["nats"], ["redis"]]
     assert sorted(name for group in order for name in group) == sorted([*instance_names(settings), "nats", "redis"])
     assert ["decode-1", "decode-2"] in order
