@@ -64,6 +64,11 @@ def main(argv: Sequence[str]) -> int:
 
     if not argv or argv[0] not in COMMANDS:
         return refuse(argv)
+    if argv[0] == "doctor" and not satisfied(wishes(ROOT, False, os.environ.get(GPU_VARIABLE, "")), ROOT):
+        # It changes nothing, so it does not set up either: it tells what a set-up would meet.
+        from services.cli.doctor import main as doctor
+
+        return doctor(argv[1:])
     try:
         python = ensure(wishes(ROOT, argv[0] == "test", os.environ.get(GPU_VARIABLE, "")), ROOT)
     except SetupError as exc:

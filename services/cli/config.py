@@ -1,0 +1,117 @@
+"""`./baton config check|show|schema`: are the settings right, what are they, and where did each come from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.contracts.errors import SettingsError
+from shared.settings.load import LoadedSettings, load_settings, settings_file
+from shared.settings.sections import Settings
+
+EXIT_WRONG = 2
+_USER_INFO = re.compile(r"(?<=://)(?:([^/@:]*):)?[^/@]*@")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 2 when a setting is wrong."""
+    options = _parser().parse_args(argv)
+    if options.what == "schema":
+        print(json.dumps(schema(), indent=2))
+        return 0
+    env = dict(os.environ)
+    try:
+        path = settings_file(env, options.config)
+        loaded = load_settings(env=env, file=path)
+        findings = list(problems(loaded.settings))
+    except SettingsError as exc:
+        print(f"baton: {exc.message}", file=sys.stderr)
+        return EXIT_WRONG
+    for line in findings:
+        print(f"baton: {line}", file=sys.stderr)
+    if options.what == "show":
+        print(json.dumps(as_json(loaded), indent=2) if options.json else "\n".join(lines(loaded)))
+    elif not findings:
+        print(f"{path or 'no settings file'}: ok")
+    return EXIT_WRONG if findings else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="baton config", description="Check or show the settings.")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="check|show|schema")
+    for name, help_text in (
+        ("check", "say what is wrong, with file and line; nothing is started"),
+        ("show", "every setting in force, and where it came from"),
+        ("schema", "the JSON schema of baton.toml"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        if name != "schema":
+            command.add_argument("--config", metavar="FILE", help="settings file (default baton.toml)")
+        if name == "show":
+            command.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a settings file. Pure."""
+    found = Settings.model_json_schema()
+    found["properties"] = {"schema": {"const": 1, "description": "version of this format"}, **found["properties"]}
+    found["required"] = ["schema"]
+    return found
+
+
+def problems(settings: Settings) -> Iterator[str]:
+    """What is wrong although each value by itself is allowed; looks at the files the settings name."""
+    engine = settings.engine
+    for field in ("token_budget", "prefill_token_budget"):
+        if getattr(engine, field) <= engine.max_sequences:
+            yield f"engine.{field} = {getattr(engine, field)} must exceed engine.max_sequences = {engine.max_sequences}"
+    if settings.model.path and not Path(settings.model.path).expanduser().is_dir():
+        yield f"model.path = {settings.model.path!r}: no such folder"
+    if settings.policy.tenants:
+        path = Path(settings.policy.tenants).expanduser()
+        if not path.is_file():
+            yield f"policy.tenants = {settings.policy.tenants!r}: no such file"
+        elif (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
+            yield f"policy.tenants = {settings.policy.tenants!r}: mode {mode:04o} lets others read it; chmod 600 it"
+    if settings.kv.dir and not Path(settings.kv.dir).expanduser().parent.is_dir():
+        yield f"kv.dir = {settings.kv.dir!r}: its parent folder does not exist"
+
+
+def lines(loaded: LoadedSettings) -> list[str]:
+    """One line a setting, `section.field = value  # origin`, aligned. Pure."""
+    rows = [(f"{name} = {json.dumps(value)}", origin) for name, value, origin in _rows(loaded)]
+    width = max(len(text) for text, _ in rows)
+    return [f"{text:<{width}}  # {origin}" for text, origin in rows]
+
+
+def as_json(loaded: LoadedSettings) -> Mapping[str, Any]:
+    """`section.field` to value and origin. Pure."""
+    return {name: {"value": value, "origin": origin} for name, value, origin in _rows(loaded)}
+
+
+def _rows(loaded: LoadedSettings) -> Iterator[tuple[str, Any, str]]:
+    for name, origin in loaded.origins.items():
+        section, _, field = name.partition(".")
+        value = getattr(loaded.settings, section)
+        if field:
+            value = getattr(value, field)
+        yield name, masked(value), origin
+
+
+def masked(value: Any) -> Any:
+    """A value without the password or token an address may hold. Pure."""
+    if isinstance(value, str):
+        return _USER_INFO.sub(lambda found: f"{found[1]}:***@" if found[1] else "***@", value)
+    if isinstance(value, dict):
+        return {name: masked(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(part) for part in value]
+    return value.model_dump() if hasattr(value, "model_dump") else value

@@ -1,0 +1,134 @@
+"""The part of `./baton doctor` that needs the environment: settings, servers, model, state folder, running stack."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import httpx
+
+from services.cli import config, servers
+from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
+from services.cli.state import StackRecord, StateFolder, running_stack, state_path
+from shared.contracts.errors import SettingsError
+from shared.model.fetch import cache_dir, default_model_dir, is_complete
+from shared.model.folder import check_model_folder
+from shared.settings.load import load_settings, settings_file
+from shared.settings.sections import Settings
+
+TIMEOUT_S = 5.0
+
+
+def examine_stack(env: Mapping[str, str], chosen: str | None) -> Iterator[Finding]:
+    """Checks in the order `./baton up` needs what they look at."""
+    try:
+        path = settings_file(env, chosen)
+        settings = load_settings(env=env, file=path).settings
+    except SettingsError as exc:
+        yield Finding("settings", FAIL, exc.message, "correct it; ./baton config schema tells what is allowed")
+        return
+    wrong = list(config.problems(settings))
+    for line in wrong:
+        yield Finding("settings", FAIL, line, "correct it; ./baton config show tells where each value came from")
+    if not wrong:
+        yield Finding("settings", OK, str(path or "defaults"))
+    yield server("nats-server", settings.bus.nats_url, "NATS_URL", servers.nats_binary)
+    yield server("redis", settings.store.redis_url, "REDIS_URL", servers.valkey_binary)
+    yield model(settings, env)
+    stack = running_stack(env)
+    yield state(state_path(env))
+    yield port(settings, stack)
+    yield running(stack)
+    if (left := leftover_pools(Path("/dev/shm"))) is not None:
+        yield left
+
+
+def server(name: str, url: str, variable: str, binary: Callable[[], Path]) -> Finding:
+    """A server of somebody else's by its address, or a program of ours that starts."""
+    if url:
+        return Finding(name, OK, f"{config.masked(url)} is used ({variable}); not started by ./baton up")
+    try:
+        path = binary()
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except SettingsError as exc:
+        return Finding(name, FAIL, exc.message, "rm -rf .venv, then ./baton up makes it anew")
+    except (OSError, subprocess.SubprocessError) as exc:
+        return Finding(name, FAIL, f"{path} does not start: {exc}", f"set {variable} to a running server")
+    return Finding(name, OK, done.stdout.strip().splitlines()[0])
+
+
+def model(settings: Settings, env: Mapping[str, str]) -> Finding:
+    """Is the model there, and one that can be served?"""
+    if settings.model.path:
+        folder = Path(settings.model.path).expanduser()
+        try:
+            check_model_folder(folder, weights=not settings.workers.fake)
+        except SettingsError as exc:
+            return Finding(
+                "model", FAIL, exc.message, "point model.path at a folder with a checkpoint"
+            )
+        return Finding("model", OK, str(folder))
+    folder = default_model_dir(cache_dir(env))
+    if is_complete(folder):
+        return Finding("model", OK, f"the default, {folder}")
+    return Finding("model", WARN, "the default model is not fetched yet (92 MB)", "none needed: ./baton up fetches it")
+
+
+def state(path: Path) -> Finding:
+    """Can the state folder be used, and by us alone?"""
+    if not path.exists():
+        return Finding("state folder", OK, f"{path} will be made")
+    try:
+        StateFolder(path)
+    except SettingsError as exc:
+        return Finding("state folder", FAIL, exc.message, "set BATON_STATE to a folder of your own")
+    return Finding("state folder", OK, str(path))
+
+
+def port(settings: Settings, stack: StackRecord | None) -> Finding:
+    """Can the gateway listen? While our own stack does, it cannot, and need not."""
+    host, number = settings.gateway.host, settings.gateway.port
+    if number == 0:
+        return Finding("port", OK, "a free one is taken")
+    if reason := port_free(host, number):
+        if stack is not None and stack.url.endswith(f":{number}"):
+            return Finding("port", OK, f"{host}:{number}, held by the running stack")
+        return Finding("port", FAIL, f"{host}:{number}: {reason}", "./baton up --port 0 takes a free one")
+    return Finding("port", OK, f"{host}:{number} is free")
+
+
+def running(stack: StackRecord | None) -> Finding:
+    """If a stack runs: does it serve?"""
+    if stack is None:
+        return Finding("stack", SKIP, "none is running")
+    try:
+        answer = httpx.get(f"{stack.url}/ready", timeout=TIMEOUT_S)
+        checks = answer.json()["checks"]
+    except (httpx.HTTPError, ValueError, KeyError) as exc:
+        return Finding("stack", FAIL, f"{stack.url} does not answer: {exc}", "./baton logs gateway; ./baton down")
+    if answer.status_code == 200:
+        return Finding("stack", OK, f"{stack.url} is ready")
+    lacking = ", ".join(name for name, good in checks.items() if not good)
+    return Finding("stack", FAIL, f"{stack.url} is not ready: {lacking}", f"./baton logs {lacking.partition(',')[0]}")
+
+
+def leftover_pools(shm: Path) -> Finding | None:
+    """KV pool files nobody holds: a worker that was killed leaves one, the next start removes it."""
+    left = [path for path in shm.glob("baton-*/*") if path.is_file() and _unlocked(path)]
+    if not left:
+        return None
+    text = (
+        f"{len(left)} pool file(s) nobody holds, {sum(p.stat().st_size for p in left) / 2**20:.0f} MiB, in {shm}"
+    )
+    return Finding("leftovers", WARN, text, "./baton up or ./baton down with the same BATON_STATE removes them")
+
+
+def _unlocked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""`./baton config`: what is wrong, what is in force, and nothing secret on the screen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.cli import config
+from shared.settings.load import ROOT, load_settings
+from shared.settings.sections import SECTIONS
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NATS_URL", "REDIS_URL", "BATON_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def settings(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "baton.toml"
+    path.write_text("schema = 1\n" + text)
+    return str(path)
+
+
+def test_the_shipped_file_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config.main(["check", "--config", str(ROOT / "baton.toml")]) == 0
+    assert capsys.readouterr().out.endswith("baton.toml: ok\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[engine]\nmax_sequences = 512\n", ["engine.token_budget = 128", "engine.prefill_token_budget = 512"]),
+        ("[model]\npath = '/nowhere/at/all'\n", ["model.path = '/nowhere/at/all': no such folder"]),
+        ("[policy]\ntenants = '/nowhere/tenants.json'\n", ["policy.tenants", "no such file"]),
+        ("[kv]\ndir = '/nowhere/kv'\n", ["kv.dir", "parent folder does not exist"]),
+        ("[gateway]\nport = 70000\n", ["baton.toml:3", "gateway.port", "65535"]),
+        ("[gateway]\nprot = 1\n", ["baton.toml:3", "unknown field 'prot'"]),
+        ("[gatewya]\n", ["baton.toml:2", "unknown section [gatewya]"]),
+        ("gateway = 1\n", ["unknown section [gateway]"]),
+        ("[gateway\n", ["baton.toml"]),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config.main(["check", "--config", settings(tmp_path, text)]) == config.EXIT_WRONG
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+
+
+def test_a_tenants_file_that_others_can_read_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text("{}")
+    tenants.chmod(0o644)
+    path = settings(tmp_path, f"[policy]\ntenants = '{tenants}'\n")
+    assert config.main(["check", "--config", path]) == config.EXIT_WRONG
+    assert "mode 0644" in capsys.readouterr().err
+    tenants.chmod(0o600)
+    assert config.main(["check", "--config", path]) == 0
+
+
+def test_every_value_is_shown_with_its_origin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_GATEWAY_HOST", "0.0.0.0")
+    path = settings(tmp_path, "[gateway]\nport = 9\n")
+    assert config.main(["show", "--json", "--config", path]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["gateway.port"] == {"value": 9, "origin": f"{path}:3"}
+    assert shown["gateway.host"] == {"value": "0.0.0.0", "origin": "environment BATON_GATEWAY_HOST"}
+    assert shown["gateway.max_body_bytes"]["origin"] == "default"
+    fields = {f"{section}.{field}" for section, table in SECTIONS.items() for field in table.model_fields}
+    assert fields <= set(shown)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("nats://user:hunter2@host:4222", "nats://user:***@host:4222"),
+        ("nats://hunter2@host:4222", "nats://***@host:4222"),
+        ("redis://:hunter2@host/0", "redis://***@host/0"),
+        ("nats://host:4222", "nats://host:4222"),
+    ],
+)
+def test_passwords_in_addresses_are_masked(url: str, shown: str) -> None:
+    text = "\n".join(config.lines(load_settings(env={"NATS_URL": url, "REDIS_URL": url})))
+    assert text.count(shown) == 2
+    assert "hunter2" not in text
+
+
+def test_the_schema_takes_the_shipped_file_and_names_every_field() -> None:
+    found = config.schema()
+    assert found["required"] == ["schema"]
+    assert set(SECTIONS) <= set(found["properties"])
+    sections = {name: found["$defs"][table.__name__] for name, table in SECTIONS.items()}
+    assert all(set(table.model_fields) == set(sections[name]["properties"]) for name, table in SECTIONS.items())
+    assert sections["gateway"]["properties"]["port"]["maximum"] == 65535
