@@ -1,0 +1,625 @@
+"""Every metric of Baton, in one table: name, type, labels, meaning, and which service counts it.
+
+Registries are built from this table and `docs/metrics.md` is written from it, so a metric that is not here does not
+exist. `vllm:` names mean what vLLM means by them and have its buckets; what only Baton has is called `baton_`.
+
+A label takes its values from a closed set that stands here; any other value becomes `other`. Open are only the labels
+of `BOUND`, whose values a process is given at its start: the names of the served models, its own worker id. So what
+clients send can never add a series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+OTHER = "other"
+BOUND = ("model_name", "engine", "tenant")
+"""Labels whose values a process names at its start, or learns within a bound of its own."""
+MAX_TENANTS = 200
+"""Tenants told apart with `[metrics] tenant_labels`; later ones count as `other`."""
+
+INGRESSES = ("gateway", "batch")
+WORKERS = ("prefill", "decode")
+ALL = ("gateway", "batch", "policy", "scheduler", "prefix-cache-index", "prefill", "decode")
+
+CLASSES = ("interactive", "analysis", "batch")
+PATHS = ("local", "handed_off")
+ROLES = ("prefill", "decode")
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BUCKETS = (1, 2, 5, 10, 20)
+TOKEN_BUCKETS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+"""vLLM's 1-2-5 series; it ends it at the model's context, which one table for all models cannot."""
+HOP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Seconds of what usually takes milliseconds."""
+
+REFUSALS = (
+    "invalid_value",
+    "invalid_json",
+    "unknown_parameter",
+    "context_length_exceeded",
+    "model_not_found",
+    "invalid_api_key",
+    "forbidden",
+    "conflict",
+    "request_too_large",
+    "rate_limit_exceeded",
+    "request_timeout",
+    "client_gone",
+    "shutting_down",
+    "overloaded",
+    "unavailable",
+    "no_responders",
+    "deadline_exceeded",
+    "protocol_error",
+    "internal_error",
+)
+"""Stable codes of errors a request can be turned away with."""
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. A counter's name gets `_total` when it is exposed.
+
+    `labels` maps a label to its closed set of values; labels of BOUND have none. `buckets` are a histogram's upper
+    edges, without infinity. `services` are those that expose it.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    services: tuple[str, ...]
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+    unit: str = ""
+
+    @property
+    def exposed(self) -> str:
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+MODEL: Mapping[str, tuple[str, ...]] = {"model_name": ()}
+ENGINE: Mapping[str, tuple[str, ...]] = {"model_name": (), "engine": ()}
+
+# ---------------------------------------------------------------------------------------- vLLM's names, of requests
+
+TTFT = Metric(
+    "vllm:time_to_first_token_seconds",
+    "histogram",
+    "From the request's arrival at the ingress to its first output token; one observation a request that got one.",
+    INGRESSES,
+    MODEL,
+    TTFT_BUCKETS,
+    "s",
+)
+ITL = Metric(
+    "vllm:inter_token_latency_seconds",
+    "histogram",
+    "Between one output token and the next of a request; tokens that come together share their gap.",
+    INGRESSES,
+    MODEL,
+    ITL_BUCKETS,
+    "s",
+)
+E2E = Metric(
+    "vllm:e2e_request_latency_seconds",
+    "histogram",
+    "From arrival to the last token, of requests that ended with stop or length.",
+    INGRESSES,
+    MODEL,
+    REQUEST_BUCKETS,
+    "s",
+)
+QUEUE_TIME = Metric(
+    "vllm:request_queue_time_seconds",
+    "histogram",
+    "From arrival to the first placement on a worker, of requests that ended with stop or length.",
+    INGRESSES,
+    MODEL,
+    REQUEST_BUCKETS,
+    "s",
+)
+PREFILL_TIME = Metric(
+    "vllm:request_prefill_time_seconds",
+    "histogram",
+    "From the first placement to the first token, of requests that ended with stop or length.",
+    INGRESSES,
+    MODEL,
+    REQUEST_BUCKETS,
+    "s",
+)
+DECODE_TIME = Metric(
+    "vllm:request_decode_time_seconds",
+    "histogram",
+    "From the first token to the last, of requests that ended with stop or length; a resume's pause included.",
+    INGRESSES,
+    MODEL,
+    REQUEST_BUCKETS,
+    "s",
+)
+INFERENCE_TIME = Metric(
+    "vllm:request_inference_time_seconds",
+    "histogram",
+    "From the first placement to the last token: prefill and decode time together.",
+    INGRESSES,
+    MODEL,
+    REQUEST_BUCKETS,
+    "s",
+)
+REQUEST_SUCCESS = Metric(
+    "vllm:request_success",
+    "counter",
+    "Requests that were admitted and have ended, by how.",
+    INGRESSES,
+    {**MODEL, "finished_reason": ("stop", "length", "abort", "error")},
+)
+REQUEST_PROMPT_TOKENS = Metric(
+    "vllm:request_prompt_tokens",
+    "histogram",
+    "Prompt tokens of requests that ended with stop or length, cached ones included.",
+    INGRESSES,
+    MODEL,
+    TOKEN_BUCKETS,
+    "tokens",
+)
+REQUEST_GENERATION_TOKENS = Metric(
+    "vllm:request_generation_tokens",
+    "histogram",
+    "Output tokens of requests that ended with stop or length.",
+    INGRESSES,
+    MODEL,
+    TOKEN_BUCKETS,
+    "tokens",
+)
+PARAMS_N = Metric(
+    "vllm:request_params_n",
+    "histogram",
+    "Choices asked for (n) by admitted requests.",
+    INGRESSES,
+    MODEL,
+    N_BUCKETS,
+)
+PARAMS_MAX_TOKENS = Metric(
+    "vllm:request_params_max_tokens",
+    "histogram",
+    "max_tokens of admitted requests, the default filled in.",
+    INGRESSES,
+    MODEL,
+    TOKEN_BUCKETS,
+    "tokens",
+)
+
+# ---------------------------------------------------------------------------------------- vLLM's names, of engines
+
+RUNNING = Metric(
+    "vllm:num_requests_running", "gauge", "Sequences the engine computes in its steps now.", WORKERS, ENGINE
+)
+WAITING = Metric(
+    "vllm:num_requests_waiting",
+    "gauge",
+    "Sequences accepted by the worker that wait for KV or for their turn. The queue of the model pool is "
+    "`baton_queued_requests`.",
+    WORKERS,
+    ENGINE,
+)
+KV_USAGE = Metric(
+    "vllm:kv_cache_usage_perc",
+    "gauge",
+    "Share of KV blocks that are referenced, 0 to 1; blocks that are only cached count as free.",
+    WORKERS,
+    ENGINE,
+)
+CACHE_CONFIG = Metric(
+    "vllm:cache_config_info",
+    "gauge",
+    "Always 1; the labels say how the KV pool is made.",
+    WORKERS,
+    {**ENGINE, "block_size": (), "num_gpu_blocks": (), "cache_dtype": ()},
+)
+PREFIX_QUERIES = Metric(
+    "vllm:prefix_cache_queries", "counter", "Prompt tokens looked up in the worker's prefix cache.", WORKERS, ENGINE
+)
+PREFIX_HITS = Metric(
+    "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the worker's prefix cache.", WORKERS, ENGINE
+)
+NUM_PREEMPTIONS = Metric(
+    "vllm:num_preemptions", "counter", "Sequences whose blocks were taken, to be recomputed later.", ("decode",), ENGINE
+)
+PROMPT_TOKENS = Metric(
+    "vllm:prompt_tokens",
+    "counter",
+    "Prompt tokens of requests that got their first token here, cached and handed-off ones included. Counted by decode "
+    "workers alone, so that the sum over workers counts a prompt once.",
+    ("decode",),
+    ENGINE,
+)
+GENERATION_TOKENS = Metric("vllm:generation_tokens", "counter", "Output tokens sampled.", ("decode",), ENGINE)
+ITERATION_TOKENS = Metric(
+    "vllm:iteration_tokens_total",
+    "histogram",
+    "Tokens computed in one step, prompt and output together.",
+    WORKERS,
+    ENGINE,
+    ITERATION_BUCKETS,
+    "tokens",
+)
+
+# ---------------------------------------------------------------------------------------- ingresses: gateway, batch
+
+IN_FLIGHT = Metric(
+    "baton_requests_in_flight", "gauge", "Requests admitted here that are not settled yet.", INGRESSES, MODEL
+)
+REFUSED = Metric(
+    "baton_requests_refused",
+    "counter",
+    "Requests turned away before they were queued, by the stable code of the error; "
+    "model_name is `other` when the request named no model that is served.",
+    INGRESSES,
+    {**MODEL, "reason": REFUSALS},
+)
+FAILED = Metric(
+    "baton_requests_failed",
+    "counter",
+    "Admitted requests that ended with an error, by its stable code.",
+    INGRESSES,
+    {
+        **MODEL,
+        "reason": (*REFUSALS, "engine_error", "worker_lost", "worker_stopping", "checksum_mismatch", "purged"),
+    },
+)
+CANCELLED = Metric(
+    "baton_requests_cancelled",
+    "counter",
+    "Admitted requests that were cancelled, by why.",
+    INGRESSES,
+    {**MODEL, "reason": ("client_gone", "slow_client", "cancelled", "expired")},
+)
+EPOCHS_RAISED = Metric(
+    "baton_epochs_raised",
+    "counter",
+    "Times an attempt was declared lost and the request submitted again under a higher epoch.",
+    INGRESSES,
+    MODEL,
+)
+RESUMES = Metric(
+    "baton_resumes",
+    "counter",
+    "Times a request that had tokens already got its next one from a later attempt.",
+    INGRESSES,
+    MODEL,
+)
+REPLAYS = Metric(
+    "baton_stream_replays", "counter", "Times missing tokens were asked for again at a worker.", INGRESSES, MODEL
+)
+SETTLEMENT_LAG = Metric(
+    "baton_settlement_lag_seconds",
+    "histogram",
+    "From a request's end to its settlement being stored in the stream.",
+    INGRESSES,
+    {},
+    HOP_BUCKETS,
+    "s",
+)
+SETTLEMENTS_LOST = Metric(
+    "baton_settlements_lost",
+    "counter",
+    "Settlements that could not be stored; the reservation runs out instead.",
+    INGRESSES,
+)
+
+# ---------------------------------------------------------------------------------------- scheduler
+
+QUEUE_DELAY = Metric(
+    "baton_queue_delay_seconds",
+    "histogram",
+    "From a request's arrival to its placement, by class.",
+    ("scheduler",),
+    {**MODEL, "class": CLASSES},
+    HOP_BUCKETS + (60.0, 120.0, 300.0),
+    "s",
+)
+QUEUED = Metric(
+    "baton_queued_requests",
+    "gauge",
+    "Requests that wait for a place, by class; 0 in a scheduler that does not lead.",
+    ("scheduler",),
+    {**MODEL, "class": CLASSES},
+)
+PLACED = Metric("baton_placed_requests", "gauge", "Requests placed on workers now.", ("scheduler",), MODEL)
+PLACEMENTS = Metric(
+    "baton_placements",
+    "counter",
+    "Placements, by path and the reason for it.",
+    ("scheduler",),
+    {
+        **MODEL,
+        "path": PATHS,
+        "reason": (
+            "estimate",
+            "one_token",
+            "cached",
+            "running",
+            "adopted",
+            "no_prefill_worker",
+            "prefill_lost",
+            "prefill_refused",
+            "prefill_timeout",
+        ),
+    },
+)
+REQUEUES = Metric(
+    "baton_placement_retries",
+    "counter",
+    "Tries at placing that put the request back where it stood, by why.",
+    ("scheduler",),
+    {**MODEL, "reason": ("no_room", "unanswered", "worker_lost", "no_blocks", "no_slot", "draining", "conflict")},
+)
+QUEUE_REFUSALS = Metric(
+    "baton_queue_refusals",
+    "counter",
+    "Requests the scheduler turned away or gave up: queue_full and slo when they came, the others also later.",
+    ("scheduler",),
+    {
+        **MODEL,
+        "reason": ("queue_full", "slo", "no_worker", "deadline", "never_fits", "grant", "ingress_silent", "conflict"),
+    },
+)
+MATCH_TIMEOUTS = Metric(
+    "baton_match_timeouts",
+    "counter",
+    "Prefix matches the index did not answer in time; each counted as no match.",
+    ("scheduler",),
+)
+WORKERS_LOST = Metric(
+    "baton_workers_lost",
+    "counter",
+    "Workers given up, by role and why.",
+    ("scheduler",),
+    {"role": ROLES, "reason": ("gone", "lease_expired", "replaced")},
+)
+LIVE_WORKERS = Metric("baton_live_workers", "gauge", "Workers heard lately, by role.", ("scheduler",), {"role": ROLES})
+LEADING = Metric("baton_leader", "gauge", "1 in the scheduler that leads its pool, else 0.", ("scheduler",), MODEL)
+TERM = Metric("baton_leader_term", "gauge", "Term of the leading scheduler; 0 while not leading.", ("scheduler",))
+LIMITER = Metric(
+    "baton_limiter_active",
+    "gauge",
+    "1 when the limiter turned a request away in the last 15 seconds: admission (the scheduler's queue bound and "
+    "predicted wait) or quota (policy's limits a tenant).",
+    ("scheduler", "policy"),
+    {"limiter": ("admission", "quota")},
+)
+
+# ---------------------------------------------------------------------------------------- workers
+
+HANDOFFS = Metric(
+    "baton_handoffs",
+    "counter",
+    "Hand-offs awaited by this decode worker that are over: done, or given up for local prefill or with the request.",
+    ("decode",),
+    {**MODEL, "outcome": ("done", "local", "closed")},
+)
+HANDOFF_FAILURES = Metric(
+    "baton_handoff_failures",
+    "counter",
+    "Hand-offs given up for local prefill, by why.",
+    ("decode",),
+    {
+        **MODEL,
+        "reason": (
+            "digest_mismatch",
+            "fingerprint_mismatch",
+            "wrong_length",
+            "wrong_groups",
+            "gap",
+            "prefill_error",
+            "prefill_lease",
+            "prefill_died",
+            "prefill_restarted",
+            "placed_locally",
+            "pool_unreadable",
+            "pull_failed",
+        ),
+    },
+)
+HANDOFF_BYTES = Metric(
+    "baton_handoff_bytes", "counter", "KV bytes pulled from prefill workers.", ("decode",), MODEL, unit="bytes"
+)
+HANDOFF_SECONDS = Metric(
+    "baton_handoff_seconds",
+    "histogram",
+    "Time one hand-off spent copying and digesting, summed over its pulls.",
+    ("decode",),
+    MODEL,
+    HOP_BUCKETS,
+    "s",
+)
+HANDOFF_SOURCES_ENDED = Metric(
+    "baton_handoff_sources_ended",
+    "counter",
+    "Prompts computed for another worker whose blocks were given back, by why.",
+    ("prefill",),
+    {
+        **MODEL,
+        "reason": (
+            "done",
+            "released",
+            "superseded",
+            "cancelled",
+            "refused",
+            "stopping",
+            "lease",
+            "decode_died",
+            "decode_restarted",
+        ),
+    },
+)
+RESERVATIONS = Metric(
+    "baton_reservations_held", "gauge", "Reservations held, from accept to acknowledged final.", WORKERS, MODEL
+)
+RESERVATIONS_REFUSED = Metric(
+    "baton_reservations_refused",
+    "counter",
+    "Reservations refused, by why.",
+    WORKERS,
+    {
+        **MODEL,
+        "reason": ("no_blocks", "no_slot", "never_fits", "draining", "fenced", "grant", "invalid", "cancelled"),
+    },
+)
+LEASE_LOSSES = Metric(
+    "baton_lease_losses",
+    "counter",
+    "Leases that ran out or whose holder died, by whose: the ingress of a request, the prefill worker of a hand-off "
+    "(at a decode worker), the decode worker of one (at a prefill worker).",
+    WORKERS,
+    {"holder": ("ingress", "prefill", "decode")},
+)
+HEADROOM = Metric(
+    "baton_kv_headroom_bytes",
+    "gauge",
+    "KV bytes that can be reserved now: free blocks and those only cached.",
+    WORKERS,
+    MODEL,
+    unit="bytes",
+)
+POOL_BYTES = Metric("baton_kv_pool_bytes", "gauge", "Size of the KV pool.", WORKERS, MODEL, unit="bytes")
+STEP_SECONDS = Metric(
+    "baton_step_seconds", "histogram", "Duration of engine steps that succeeded.", WORKERS, MODEL, HOP_BUCKETS, "s"
+)
+COMPUTED_TOKENS = Metric(
+    "baton_computed_tokens", "counter", "Tokens computed in steps, prompt and output together.", WORKERS, MODEL
+)
+WASTED_TOKENS = Metric("baton_wasted_tokens", "counter", "Tokens computed here and thrown away.", ("decode",), MODEL)
+
+# ---------------------------------------------------------------------------------------- policy
+
+ADMISSIONS = Metric(
+    "baton_admissions",
+    "counter",
+    "Answers to admit: granted, or the stable code of the refusal.",
+    ("policy",),
+    {"outcome": ("granted", *REFUSALS)},
+)
+SETTLEMENTS = Metric(
+    "baton_settlements",
+    "counter",
+    "Settlements taken from the stream: booked, booked before, or dropped because they were not ours.",
+    ("policy",),
+    {"outcome": ("booked", "already_booked", "dropped")},
+)
+SETTLEMENT_AGE = Metric(
+    "baton_settlement_age_seconds",
+    "histogram",
+    "Time a settlement took to book, from its arrival at policy.",
+    ("policy",),
+    {},
+    HOP_BUCKETS,
+    "s",
+)
+BILLED_TOKENS = Metric(
+    "baton_billed_tokens",
+    "counter",
+    "Tokens booked in the ledger, by kind.",
+    ("policy",),
+    {"kind": ("prompt", "cached", "completion")},
+)
+TENANT_TOKENS = Metric(
+    "baton_tenant_tokens",
+    "counter",
+    "Tokens booked in the ledger, by tenant and kind. Only with `[metrics] tenant_labels`.",
+    ("policy",),
+    {"tenant": (), "kind": ("prompt", "cached", "completion")},
+)
+
+# ---------------------------------------------------------------------------------------- prefix cache index
+
+INDEX_ENTRIES = Metric("baton_index_entries", "gauge", "(tag, worker) pairs the index knows.", ("prefix-cache-index",))
+INDEX_MATCHES = Metric(
+    "baton_index_matches",
+    "counter",
+    "Answers to match: found, nothing_held, no_worker, never_cached, or refused.",
+    ("prefix-cache-index",),
+    {"outcome": ("found", "nothing_held", "no_worker", "never_cached", "refused", "unavailable")},
+)
+INDEX_EXTENDED = Metric(
+    "baton_index_extended_runs",
+    "counter",
+    "Runs of new blocks that workers asked tags for: tagged or refused.",
+    ("prefix-cache-index",),
+    {"outcome": ("tagged", "refused")},
+)
+INDEX_REPLAYS = Metric(
+    "baton_index_replays", "counter", "Snapshots asked of workers, new or with a gap.", ("prefix-cache-index",)
+)
+SCOPES_RAISED = Metric(
+    "baton_scope_generations_raised", "counter", "Scopes ended by a higher generation.", ("prefix-cache-index",)
+)
+
+# ---------------------------------------------------------------------------------------- batch
+
+BATCH_ITEMS = Metric(
+    "baton_batch_items",
+    "gauge",
+    "Items of batches that have not ended, by state.",
+    ("batch",),
+    {"state": ("waiting", "running", "completed", "failed")},
+)
+BATCH_JOBS = Metric(
+    "baton_batch_jobs",
+    "gauge",
+    "Batches that have not ended, by state.",
+    ("batch",),
+    {"state": ("validating", "in_progress", "finalizing", "cancelling")},
+)
+
+# ---------------------------------------------------------------------------------------- every process
+
+BUILD_INFO = Metric(
+    "baton_build_info",
+    "gauge",
+    "Always 1; the labels say what runs: service, Python, and in workers the numerics id and whether tokens are made "
+    "up.",
+    ALL,
+    {"service": (), "python": (), "numerics": (), "fake": ("true", "false")},
+)
+BUS_CONNECTED = Metric("baton_bus_connected", "gauge", "1 while the process is connected to NATS.", ALL)
+BUS_DROPPED = Metric(
+    "baton_bus_dropped",
+    "counter",
+    "Messages not handled: undecodable, expired (budget spent on arrival), refused (too many in flight), "
+    "handler_failed, slow_consumer (lost in the client), unsent (lost before they were sent).",
+    ALL,
+    {"reason": ("undecodable", "expired", "refused", "handler_failed", "slow_consumer", "unsent")},
+)
+SPANS = Metric("baton_spans", "counter", "Spans ended.", ALL)
+SPANS_DROPPED = Metric(
+    "baton_spans_dropped",
+    "counter",
+    "Spans that never arrived: on the way to the gateways (bus), or to the OTLP collector (otlp).",
+    ALL,
+    {"to": ("bus", "otlp")},
+)
+
+TABLE: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+"""All of the above, in that order."""
+
+
+def of_service(service: str) -> tuple[Metric, ...]:
+    """The metrics a service exposes."""
+    return tuple(metric for metric in TABLE if service in metric.services)
