@@ -12,6 +12,8 @@ from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
 
 ROOT = "gateway.request"
+ROOTS = {ROOT: "gateway", "batch.item": "batch"}
+"""Names of root spans, and the service that makes each: what a request was and whose is believed of nobody else."""
 MAX_SPANS = 256
 """Spans kept of one trace; a request makes about ten."""
 _SPAN_BYTES = 600
@@ -35,6 +37,8 @@ class TraceSummary(msgspec.Struct, frozen=True):
     completion_tokens: int
     num_spans: int
     services: tuple[str, ...]
+    klass: str = ""
+    finish: str = ""
 
 
 class TraceBuffer:
@@ -61,35 +65,47 @@ class TraceBuffer:
             self._sizes[span.trace_id] = self._sizes.get(span.trace_id, 0) + size
             self._bytes += size
             request_id = span.attributes.get(a.REQUEST_ID)
-            if span.name == ROOT and isinstance(request_id, str):
+            if _is_root(span) and isinstance(request_id, str):
                 self._by_request[request_id] = span.trace_id
         while self._bytes > self._max_bytes and len(self._traces) > 1:
             self._drop_oldest()
 
-    def get(self, wanted: str) -> list[SpanRecord]:
-        """Spans of a trace, by trace id, request id, or an unambiguous beginning of either; in order of their start."""
-        trace_id = self._find(wanted)
+    def get(self, wanted: str, tenant: str | None = None) -> list[SpanRecord]:
+        """Spans of a trace, by trace id, request id, or an unambiguous beginning of either; in order of their start.
+
+        With `tenant`, other tenants' traces do not exist: they are not found, and make no beginning ambiguous.
+        """
+        trace_id = self._find(wanted, tenant)
         return sorted(self._traces.get(trace_id, {}).values(), key=lambda span: (span.start_ns, -span.end_ns))
 
-    def recent(self, limit: int = 20) -> list[TraceSummary]:
-        """The newest traces that have their root span, newest first."""
+    def recent(self, limit: int = 20, tenant: str | None = None) -> list[TraceSummary]:
+        """The newest traces that have their root span, newest first; with `tenant`, that tenant's only."""
         found: list[TraceSummary] = []
         for trace_id in reversed(self._traces):
+            if not self._is_of(trace_id, tenant):
+                continue
             if (summary := summarize(self._traces[trace_id].values())) is not None:
                 found.append(summary)
             if len(found) == limit:
                 break
         return found
 
-    def _find(self, wanted: str) -> str:
-        if wanted in self._traces:
-            return wanted
-        if wanted in self._by_request:
-            return self._by_request[wanted]
+    def _is_of(self, trace_id: str, tenant: str | None) -> bool:
+        """Whose a trace is only its root tells; before it has come, it is nobody's."""
+        if tenant is None:
+            return True
+        root = root_of(self._traces[trace_id].values())
+        return root is not None and root.attributes.get(a.TENANT) == tenant
+
+    def _find(self, wanted: str, tenant: str | None) -> str:
+        exact = wanted if wanted in self._traces else self._by_request.get(wanted, "")
+        if exact:
+            return exact if self._is_of(exact, tenant) else ""
         if len(wanted) < 4:
             return ""
         starts = {t for t in self._traces if t.startswith(wanted)}
         starts |= {t for r, t in self._by_request.items() if r.startswith((wanted, f"req-{wanted}"))}
+        starts = {t for t in starts if self._is_of(t, tenant)}
         return starts.pop() if len(starts) == 1 else ""
 
     def _drop_oldest(self) -> None:
@@ -99,10 +115,19 @@ class TraceBuffer:
             self._by_request.pop(str(span.attributes.get(a.REQUEST_ID, "")), None)
 
 
+def root_of(spans: Iterable[SpanRecord]) -> SpanRecord | None:
+    """The span of the whole request; None while it runs, or when it was lost."""
+    return next((span for span in spans if _is_root(span)), None)
+
+
+def _is_root(span: SpanRecord) -> bool:
+    return span.name in ROOTS and span.service == ROOTS[span.name]
+
+
 def summarize(spans: Iterable[SpanRecord]) -> TraceSummary | None:
     """One line about a trace; None without its root span."""
     known = list(spans)
-    root = next((span for span in known if span.name == ROOT), None)
+    root = root_of(known)
     if root is None:
         return None
 
@@ -127,4 +152,6 @@ def summarize(spans: Iterable[SpanRecord]) -> TraceSummary | None:
         completion_tokens=first(a.COMPLETION_TOKENS, 0),
         num_spans=len(known),
         services=tuple(sorted({span.service for span in known})),
+        klass=first(a.CLASS, ""),
+        finish=first(a.FINISH, ""),
     )
