@@ -1,11 +1,11 @@
-"""What a gateway knows of the stack's load: the last beat of every worker and of the leading scheduler. Pure."""
+"""What a gateway knows of the stack's load: the last beat of every worker, ingress and the leading scheduler. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shared.contracts.ids import WorkerId
-from shared.contracts.messages import SchedulerBeat, WorkerBeat
+from shared.contracts.ids import IngressId, WorkerId
+from shared.contracts.messages import GatewayBeat, SchedulerBeat, WorkerBeat
 
 FORGET_S = 10.0
 """Who was silent for so long is gone: the lease that workers have at the scheduler by default."""
@@ -16,6 +16,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self._workers: dict[WorkerId, tuple[WorkerBeat, float]] = {}
+        self._ingresses: dict[IngressId, tuple[GatewayBeat, float]] = {}
         self._scheduler: tuple[SchedulerBeat, float] | None = None
 
     def on_worker_beat(self, beat: WorkerBeat, now: float) -> None:
@@ -27,10 +28,16 @@ class Cluster:
         if self._scheduler is None or beat.term >= self._scheduler[0].term:
             self._scheduler = (beat, now)
 
+    def on_ingress_beat(self, beat: GatewayBeat, now: float) -> None:
+        """A gateway, or the batch service, told which requests it holds."""
+        self._ingresses[beat.ingress_id] = (beat, now)
+
     def forget_old(self, now: float) -> None:
-        """Drop workers that fell silent."""
+        """Drop workers and ingresses that fell silent."""
         for worker in [w for w, (_, heard) in self._workers.items() if now - heard > FORGET_S]:
             del self._workers[worker]
+        for ingress in [i for i, (_, heard) in self._ingresses.items() if now - heard > FORGET_S]:
+            del self._ingresses[ingress]
 
     @property
     def has_fake_workers(self) -> bool:
@@ -38,13 +45,14 @@ class Cluster:
         return any(beat.fake for beat, _ in self._workers.values())
 
     def body(self, now: float) -> dict[str, Any]:
-        """`scheduler` (None when silent) and `workers`, by role and id; `age_s`: seconds since the beat."""
+        """`scheduler` (None when silent), `ingresses` by id and `workers` by role and id; `age_s`: since the beat."""
         self.forget_old(now)
         known = sorted(self._workers.values(), key=lambda entry: (entry[0].role, entry[0].worker))
         heard = self._scheduler
         silent = heard is None or now - heard[1] > FORGET_S
         return {
             "scheduler": None if heard is None or silent else _scheduler(heard[0], now - heard[1]),
+            "ingresses": [_ingress(*self._ingresses[ingress], now) for ingress in sorted(self._ingresses)],
             "workers": [_worker(beat, now - at) for beat, at in known],
         }
 
@@ -54,9 +62,15 @@ def _scheduler(beat: SchedulerBeat, age_s: float) -> dict[str, Any]:
         "id": beat.scheduler_id,
         "term": beat.term,
         "queued": beat.queued,
+        "queued_by_class": beat.queued_by_class,
         "running": beat.running,
         "age_s": round(age_s, 3),
     }
+
+
+def _ingress(beat: GatewayBeat, heard: float, now: float) -> dict[str, Any]:
+    kind = beat.ingress_id.partition("-")[0]
+    return {"id": beat.ingress_id, "kind": kind, "requests": len(beat.requests), "age_s": round(now - heard, 3)}
 
 
 def _worker(beat: WorkerBeat, age_s: float) -> dict[str, Any]:
@@ -69,9 +83,12 @@ def _worker(beat: WorkerBeat, age_s: float) -> dict[str, Any]:
         "draining": beat.draining,
         "running": beat.running,
         "waiting": beat.waiting,
+        "max_sequences": beat.max_sequences,
         "attempts": len(beat.attempts),
         "queue_tokens": beat.queue_tokens,
         "free_blocks": list(beat.free_blocks),
         "total_blocks": list(beat.total_blocks),
+        "block_sizes": list(beat.block_sizes),
+        "numerics": beat.numerics,
         "age_s": round(age_s, 3),
     }

@@ -12,6 +12,7 @@ rest. Its dispatches start above those of every earlier term, so that two leader
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from services.scheduler import forecast
 from services.scheduler.book import Book
@@ -64,6 +65,12 @@ class RequestTable:
     @property
     def placing(self) -> int:
         return self._book.placing()
+
+    @property
+    def waiting_by_class(self) -> dict[str, int]:
+        """Requests queued or being placed, of each class that has any."""
+        waiting = (r.grant.klass for r in self._book.records.values() if r.state in (State.QUEUED, *PLACING))
+        return dict(Counter(waiting))
 
     @property
     def placed(self) -> int:

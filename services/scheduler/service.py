@@ -187,6 +187,7 @@ class SchedulerService:
             scheduler_id=self._settings.scheduler_id,
             queued=table.queued + table.placing,
             running=table.placed,
+            queued_by_class=table.waiting_by_class,
         )
         await self._bus.publish(subjects.sched_beat(self._settings.pool), beat)
 

@@ -184,7 +184,7 @@ HOPS: tuple[Hop, ...] = (
         m.Placed | m.PlacementRefused | m.WorkerLost,
         m.EventsSeen,
     ),
-    Hop("gateway.beat", "publish", ANY_GATEWAY_BEAT, INGRESS, ("scheduler", *WORKERS), m.GatewayBeat),
+    Hop("gateway.beat", "publish", ANY_GATEWAY_BEAT, INGRESS, (*GATEWAY, "scheduler", *WORKERS), m.GatewayBeat),
     Hop("index.match", "request", INDEX_MATCH, ("scheduler",), ("prefix-cache-index",), m.Match, m.Matched | m.Refusal),
     Hop("index.extend", "request", INDEX_EXTEND, WORKERS, ("prefix-cache-index",), m.Extend, m.Extended | m.Refusal),
     Hop(

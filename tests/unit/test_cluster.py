@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from services.cli.status import lines
 from services.gateway.cluster import FORGET_S, Cluster
-from shared.contracts.ids import Incarnation, Term, WorkerId
-from shared.contracts.messages import SchedulerBeat, WorkerBeat
+from shared.contracts.ids import Incarnation, IngressId, RequestId, Term, WorkerId
+from shared.contracts.messages import GatewayBeat, SchedulerBeat, WorkerBeat
 
 
 def worker_beat(worker: str, role: str = "decode", number: int = 1, free: int = 8, fake: bool = False) -> WorkerBeat:
@@ -45,11 +45,31 @@ def test_the_newest_beats_are_shown_by_role_with_their_age() -> None:
 
 def test_who_falls_silent_is_dropped() -> None:
     cluster = Cluster()
-    assert cluster.body(0.0) == {"scheduler": None, "workers": []}
+    nothing = {"scheduler": None, "ingresses": [], "workers": []}
+    assert cluster.body(0.0) == nothing
     cluster.on_worker_beat(worker_beat("d-1"), 0.0)
     cluster.on_scheduler_beat(scheduler_beat(1), 0.0)
-    assert cluster.body(FORGET_S)["workers"]
-    assert cluster.body(FORGET_S + 0.1) == {"scheduler": None, "workers": []}
+    cluster.on_ingress_beat(GatewayBeat(ingress_id=IngressId("gateway-1"), number=1), 0.0)
+    assert all(cluster.body(FORGET_S).values())
+    assert cluster.body(FORGET_S + 0.1) == nothing
+
+
+def test_gateways_and_the_batch_service_are_told_apart() -> None:
+    cluster = Cluster()
+    held = (RequestId("req-1"), RequestId("req-2"))
+    cluster.on_ingress_beat(GatewayBeat(ingress_id=IngressId("gateway-7f"), number=1), 1.0)
+    cluster.on_ingress_beat(GatewayBeat(ingress_id=IngressId("batch-0a"), number=4, requests=held), 2.0)
+    assert cluster.body(2.5)["ingresses"] == [
+        {"id": "batch-0a", "kind": "batch", "requests": 2, "age_s": 0.5},
+        {"id": "gateway-7f", "kind": "gateway", "requests": 0, "age_s": 1.5},
+    ]
+
+
+def test_the_queue_is_shown_by_class() -> None:
+    cluster = Cluster()
+    beat = SchedulerBeat(pool="default", term=Term(1), scheduler_id="s1", queued=3, queued_by_class={"batch": 3})
+    cluster.on_scheduler_beat(beat, 1.0)
+    assert cluster.body(1.0)["scheduler"]["queued_by_class"] == {"batch": 3}
 
 
 def test_status_prints_a_line_a_worker_and_labels_fakes() -> None:

@@ -46,6 +46,16 @@ def test_a_short_prompt_goes_local() -> None:
     assert bench.effects == []
 
 
+def test_waiting_requests_are_counted_by_class() -> None:
+    bench = pair()
+    assert bench.table.waiting_by_class == {}
+    for number, klass in enumerate(("interactive", "batch", "batch")):
+        bench.submit(submit(f"r{number}", 60), klass=klass)
+    waiting = bench.table.waiting_by_class
+    assert waiting == {"interactive": 1, "batch": 2}
+    assert sum(waiting.values()) == bench.table.queued + bench.table.placing
+
+
 def test_a_long_prompt_is_handed_off_from_the_true_hit() -> None:
     bench = pair()
     bench.submit(submit("r", 600))

@@ -92,6 +92,38 @@ def test_the_buffer_is_bounded_by_bytes_and_drops_the_oldest() -> None:
     assert [s.request_id for s in buffer.recent(2)] == ["req-0019abcd", "req-0018abcd"]
 
 
+def test_a_tenant_finds_its_own_traces_only() -> None:
+    # Given traces of two tenants whose ids begin alike, and one whose root has not come
+    buffer = TraceBuffer()
+    ours, theirs, unknown = "ab" + "1" * 30, "ab" + "2" * 30, "ab" + "3" * 30
+    buffer.add([span(ours, **{a.TENANT: "a", a.REQUEST_ID: "req-cc01"})])
+    buffer.add([span(theirs, **{a.TENANT: "b", a.REQUEST_ID: "req-cc02"})])
+    buffer.add([span(unknown, "policy.admit", **{a.TENANT: "a"})])
+    # Then each tenant sees its own, and the others' do not even make a beginning ambiguous
+    assert [s.trace_id for s in buffer.recent(tenant="a")] == [ours]
+    assert [s.trace_id for s in buffer.recent(tenant="b")] == [theirs]
+    assert buffer.recent(tenant="c") == []
+    for name in (theirs, unknown, "req-cc02", "ab22", "cc02", "ab33"):
+        assert buffer.get(name, "a") == [], name
+    for name in (ours, "req-cc01", "cc01", "ab11", "req-cc"):
+        assert [s.trace_id for s in buffer.get(name, "a")] == [ours], name
+    assert buffer.get("req-cc") == []
+    assert len(buffer.recent()) == 2
+    # And an admin finds all
+    assert buffer.get(unknown)[0].name == "policy.admit"
+
+
+def test_only_the_gateway_says_whose_a_trace_is() -> None:
+    # Given another service's span that calls itself the root
+    buffer = TraceBuffer()
+    forged = SpanRecord("f" * 32, "1", "", ROOT, "decode", 1, 2, "", {a.TENANT: "b", a.REQUEST_ID: "req-ff"})
+    buffer.add([forged])
+    # Then nobody owns the trace, and it is no request
+    assert buffer.recent() == []
+    assert buffer.get("f" * 32, "b") == []
+    assert buffer.get("req-ff") == []
+
+
 def test_a_summary_takes_the_path_from_whoever_knows_it() -> None:
     buffer = TraceBuffer()
     buffer.add([span("t" * 32, "scheduler.place", "2", **{a.PATH: "handed_off"})])

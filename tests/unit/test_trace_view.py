@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from services.cli.waterfall import WIDTH, draw_bar, in_tree_order, list_table, seconds, waterfall
+from services.cli.waterfall import WIDTH, draw_bar, list_table, waterfall
 from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
 from shared.telemetry.trace_buffer import summarize
+from shared.telemetry.trace_rows import in_tree_order
+from shared.telemetry.units import seconds
 
 MS = 1_000_000
 
