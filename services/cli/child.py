@@ -53,6 +53,8 @@ class Child:
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
         self.started = time.monotonic()
+        self.ready = False
+        """It reported ready once."""
         parent = os.getpid()
 
         def in_child() -> None:
@@ -91,6 +93,7 @@ class Child:
             if self.ended.is_set():
                 raise self.failure()
             if (facts := self.spec.ready(self.pid)) is not None:
+                self.ready = True
                 return facts
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.ended.wait(), POLL_S)

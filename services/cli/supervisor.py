@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class Supervisor:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._children: dict[str, Child] = {}
+        self._passing: set[Child] = set()  # successors not ready yet, predecessors not ended yet
+        self._pausing: set[str] = set()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -54,6 +57,43 @@ class Supervisor:
         """Use `spec` when the child of its name is started again: with the port it got the first time."""
         self._children[spec.name].spec = spec
 
+    async def replace(self, name: str) -> float:
+        """Start a second child of `name`, and stop the first once that is ready. Returns the seconds it took.
+
+        Raises ChildFailed when the second does not become ready: then the first goes on.
+        """
+        started = time.monotonic()
+        new = Child(self._children[name].spec)
+        self._passing.add(new)
+        try:
+            await new.wait_ready()
+        except ChildFailed:
+            await new.stop()
+            raise
+        finally:
+            if not new.ready:
+                new.signal(signal.SIGKILL)
+            self._passing.discard(new)
+        old = self._children[name]
+        self._children[name] = new
+        self._passing.add(old)
+        await self._stop_one(name, old)
+        self._passing.discard(old)
+        return time.monotonic() - started
+
+    async def bounce(self, name: str) -> float:
+        """Stop a child and start it again, for those of which there can be only one. Returns the seconds it took."""
+        started = time.monotonic()
+        old = self._children[name]
+        self._pausing.add(name)
+        try:
+            await self._stop_one(name, old)
+            new = self._children[name] = Child(old.spec)
+        finally:
+            self._pausing.discard(name)
+        await new.wait_ready()
+        return time.monotonic() - started
+
     async def watch(self) -> None:
         """Restart children that die, until cancelled. Raises ChildFailed when one keeps failing."""
         guards = [asyncio.create_task(self._guard(name)) for name in self._children]
@@ -71,16 +111,19 @@ class Supervisor:
         named = {name for group in order for name in group}
         rest = [name for name in self._children if name not in named]
         for group in (*order, rest):
-            await asyncio.gather(*(self._stop(name) for name in group if name in self._children))
+            await asyncio.gather(
+                *(self._stop_one(name, self._children[name]) for name in group if name in self._children)
+            )
+        await asyncio.gather(*(child.stop() for child in self._passing))
         self._children.clear()
+        self._passing.clear()
 
     def kill(self) -> None:
         """End everything at once, without any order."""
-        for child in self._children.values():
+        for child in (*self._children.values(), *self._passing):
             child.signal(signal.SIGKILL)
 
-    async def _stop(self, name: str) -> None:
-        child = self._children[name]
+    async def _stop_one(self, name: str, child: Child) -> None:
         if not await child.stop():
             self._report(f"{name} did not stop within {child.spec.stop_timeout_s:g} s and was killed")
 
@@ -89,6 +132,11 @@ class Supervisor:
         while True:
             child = self._children[name]
             await child.ended.wait()
+            while name in self._pausing:  # noqa: ASYNC110 - stopped on purpose, and started again at once
+                await asyncio.sleep(0.01)
+            if self._children[name] is not child:
+                failures = 0
+                continue
             failures = 1 if child.lifetime_s > STABLE_S else failures + 1
             failure = child.failure()
             if failures >= MAX_FAILURES:
@@ -96,6 +144,8 @@ class Supervisor:
             pause = restart_pause_s(failures)
             self._report(f"{name} {failure.reason}; starting it again in {pause:g} s (log: {child.spec.log})")
             await asyncio.sleep(pause)
+            if self._children[name] is not child:
+                continue
             again = self._children[name] = Child(child.spec)
             try:
                 await again.wait_ready()

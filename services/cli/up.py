@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from services.cli import cores, servers
+from services.cli import control, cores, restart, servers
 from services.cli.child import ChildFailed, ChildSpec
 from services.cli.credentials import ensure_credentials
 from services.cli.detach import become_daemon_child, finish_handover, launch_detached
@@ -90,15 +90,13 @@ async def _serve(
         if not await _unless_stopped(starting, stop):
             return
         ready = starting.result()
-        state.write_record(ready.record)
-        if options.json:
-            print(json.dumps(asdict(ready.record)), flush=True)
-        else:
-            print(ready.screen, flush=True)
-        finish_handover(env, state.log("up"))
-        watching = asyncio.create_task(_watch(supervisor, state.logs))
-        if await _unless_stopped(watching, stop):
-            watching.result()
+        async with control.serve_control(state.run, ready.orders):
+            state.write_record(ready.record)
+            print(json.dumps(asdict(ready.record)) if options.json else ready.screen, flush=True)
+            finish_handover(env, state.log("up"))
+            watching = asyncio.create_task(_watch(supervisor, state.logs))
+            if await _unless_stopped(watching, stop):
+                watching.result()
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -134,6 +132,7 @@ async def _unless_stopped(task: asyncio.Task[object], stop: asyncio.Event) -> bo
 class _Ready:
     record: StackRecord
     screen: str
+    orders: control.Handler
 
 
 async def _start(
@@ -166,7 +165,8 @@ async def _start(
     progress.done("a first token went through all services")
     record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid())
     screen = ready_screen(plan.settings, url, credentials.api_key, state.logs, progress.elapsed_s, token_s)
-    return _Ready(record, screen)
+    own_servers = [name for name, own in (("nats", plan.own_nats), ("redis", plan.own_redis)) if own]
+    return _Ready(record, screen, restart.handler(supervisor, instance_names(settings), own_servers))
 
 
 def _with_tenants(settings: Settings) -> Settings:

@@ -29,7 +29,7 @@ import uvloop
 from shared.bus.nats_bus import NatsBus, connect_bus
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.logs import set_up_logs
-from shared.lifecycle.ready import report_ready
+from shared.lifecycle.ready import READY_VARIABLE, read_ready, report_ready
 from shared.lifecycle.stop import stop_on_signals
 from shared.settings.load import load_settings, settings_file
 from shared.settings.sections import Settings
@@ -60,6 +60,13 @@ class Runtime:
         """Tell whoever started this process that it is ready; `facts` such as `port=8080` go along."""
         log.info("ready%s", "".join(f" {name}={value}" for name, value in facts.items()))
         report_ready(self.env, **facts)
+
+    @property
+    def superseded(self) -> bool:
+        """Another process has reported ready in this one's place: a rolling restart."""
+        path = self.env.get(READY_VARIABLE)
+        facts = read_ready(Path(path)) if path else None
+        return facts is not None and facts.get("pid") != os.getpid()
 
     def secret(self, variable: str) -> bytes:
         """The secret in the file an environment variable names. Raises SettingsError."""
