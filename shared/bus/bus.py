@@ -21,25 +21,30 @@ BUDGET_HEADER = "Baton-Budget-Ms"
 ERROR_HEADER = "Baton-Error"
 
 
+Sent = msgspec.Struct | bytes
+"""What may be sent: a message, or bytes as they are on the hops of tenants, whose clients know no headers of ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A message as it arrived.
 
     `deadline` is on this process's monotonic clock (None: unbounded); `context` is the sender's OpenTelemetry context,
-    to be used as the parent of spans.
+    to be used as the parent of spans. `stored_id` names a message of a stream, the same at each delivery of it.
     """
 
     subject: str
     message: Any
     context: Context
     deadline: float | None = None
+    stored_id: str = ""
 
     def remaining_s(self, now: Callable[[], float] = time.monotonic) -> float:
         """Seconds of budget left; infinity when unbounded, never negative."""
         return float("inf") if self.deadline is None else max(0.0, self.deadline - now())
 
 
-RequestHandler = Callable[[Delivery], Awaitable[msgspec.Struct]]
+RequestHandler = Callable[[Delivery], Awaitable[Sent]]
 """Answers a request. A raised BatonError travels back in the error header and is raised at the asker."""
 MessageHandler = Callable[[Delivery], None]
 """Takes a published message, on the event loop, without blocking or awaiting."""
@@ -53,13 +58,13 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
-    async def publish(self, subject: str, message: msgspec.Struct, *, budget_s: float | None = None) -> None:
+    async def publish(self, subject: str, message: Sent, *, budget_s: float | None = None) -> None:
         """Core NATS: at most once. Raises Unavailable when not connected, ProtocolError over the payload limit."""
 
-    async def publish_durable(self, subject: str, message: msgspec.Struct, *, message_id: str) -> None:
+    async def publish_durable(self, subject: str, message: Sent, *, message_id: str) -> None:
         """JetStream: returns when stored; `message_id` deduplicates. Raises Unavailable."""
 
-    async def request(self, subject: str, message: msgspec.Struct, reply_type: Any, *, timeout_s: float) -> Any:
+    async def request(self, subject: str, message: Sent, reply_type: Any, *, timeout_s: float) -> Any:
         """Ask and wait at most `timeout_s`, which is also the budget sent along.
 
         Raises the BatonError the other side raised; Unavailable naming the subject when nobody listens (code

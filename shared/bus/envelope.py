@@ -15,7 +15,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import propagate
 from opentelemetry.context import Context
 
-from shared.bus.bus import BUDGET_HEADER, ERROR_HEADER, NO_RESPONDERS, Delivery, RequestHandler
+from shared.bus.bus import BUDGET_HEADER, ERROR_HEADER, NO_RESPONDERS, Delivery, RequestHandler, Sent
 from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, Unavailable, from_wire, to_wire
 from shared.contracts.message import decode, encode
 
@@ -27,6 +27,8 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 MAX_BUDGET_DIGITS = 12
 INBOX_PREFIX = "_INBOX_"
 """Every service's reply inbox is `_INBOX_<service>.…`; the bus answers nowhere else."""
+CROSSING_PREFIX = "_R_."
+"""Where NATS maps the reply subject of a request from another account to. No client can name one itself."""
 
 Headers = dict[str, str]
 
@@ -40,19 +42,25 @@ def inbox_prefix(service: str) -> str:
     return f"{INBOX_PREFIX}{service}"
 
 
-def may_answer(reply_subject: str) -> bool:
-    """True for a service's inbox: a request that names any other reply subject would make us publish for its sender."""
-    return reply_subject.startswith(INBOX_PREFIX)
+def may_answer(reply_subject: str, raw: bool = False) -> bool:
+    """True for a service's inbox: a request that names any other reply subject would make us publish for its sender.
+
+    `raw`: of a hop of tenants, whose requests come from other accounts.
+    """
+    return reply_subject.startswith(INBOX_PREFIX) or (raw and reply_subject.startswith(CROSSING_PREFIX))
 
 
-def outgoing(subject: str, message: msgspec.Struct, budget_s: float | None, limit: int) -> tuple[bytes, Headers | None]:
-    """Payload and headers of a message about to be sent: trace context and remaining budget included.
+def outgoing(subject: str, message: Sent, budget_s: float | None, limit: int) -> tuple[bytes, Headers | None]:
+    """Payload and headers of a message about to be sent: trace context and remaining budget included, unless it is raw
+    bytes, whose reader is a tenant.
 
     Raises ProtocolError when the payload is larger than `limit` bytes.
     """
     payload = encode(message)
     if len(payload) > limit:
         raise ProtocolError(f"{type(message).__name__} for {subject} takes {len(payload)} bytes; the limit is {limit}")
+    if isinstance(message, bytes):
+        return payload, None
     headers: Headers = {}
     propagate.inject(headers)
     if budget_s is not None:
@@ -61,27 +69,36 @@ def outgoing(subject: str, message: msgspec.Struct, budget_s: float | None, limi
 
 
 def incoming(
-    subject: str, payload: bytes, headers: Mapping[str, str] | None, message_type: Any, *, now: float | None = None
+    subject: str,
+    payload: bytes,
+    headers: Mapping[str, str] | None,
+    message_type: Any,
+    *,
+    now: float | None = None,
+    stored_id: str = "",
 ) -> Delivery:
     """The delivery a received message stands for; its budget becomes a deadline on this process's monotonic clock.
 
-    Raises ProtocolError when payload or budget do not decode.
+    Headers of a raw message are a tenant's own and mean nothing here. Raises ProtocolError when payload or budget do
+    not decode.
     """
     message = decode(payload, message_type)
-    if not headers:
-        return Delivery(subject, message, _EMPTY)
+    if not headers or message_type is bytes:
+        return Delivery(subject, message, _EMPTY, stored_id=stored_id)
     deadline = None
     if budget := headers.get(BUDGET_HEADER):
         if not budget.isascii() or not budget.isdigit() or len(budget) > MAX_BUDGET_DIGITS:
             raise ProtocolError(f"budget header on {subject} is not a number of milliseconds")
         deadline = (time.monotonic() if now is None else now) + int(budget) / 1000
-    return Delivery(subject, message, propagate.extract(headers, context=_EMPTY), deadline)
+    return Delivery(subject, message, propagate.extract(headers, context=_EMPTY), deadline, stored_id)
 
 
-async def answer(handler: RequestHandler, delivery: Delivery, limit: int) -> tuple[bytes, Headers | None]:
+async def answer(
+    handler: RequestHandler, delivery: Delivery, limit: int, raw: bool = False
+) -> tuple[bytes, Headers | None]:
     """Run a request handler under the asker's trace context; payload and headers of its answer.
 
-    A BatonError goes into the error header. Anything else is logged here with its traceback and answered as Internal
+    A BatonError becomes `error_answer`. Anything else is logged here with its traceback and answered as Internal
     without details: they may hold prompt text.
     """
     token = otel_context.attach(delivery.context)
@@ -89,16 +106,23 @@ async def answer(handler: RequestHandler, delivery: Delivery, limit: int) -> tup
         reply = await handler(delivery)
         return outgoing(delivery.subject, reply, None, limit)
     except BatonError as error:
-        return b"", error_headers(error)
+        return error_answer(error, raw)
     except Exception:
         log.exception("handler of %s failed", delivery.subject)
-        return b"", error_headers(Internal(f"{delivery.subject} failed"))
+        return error_answer(Internal(f"{delivery.subject} failed"), raw)
     finally:
         otel_context.detach(token)
 
 
-def error_headers(error: BatonError) -> Headers:
-    """The headers of an answer that is an error."""
+def error_answer(error: BatonError, raw: bool) -> tuple[bytes, Headers | None]:
+    """Payload and headers of an answer that is an error: in the error header, or for tenants (`raw`) a JSON payload."""
+    if not raw:
+        return b"", _error_headers(error)
+    info = ErrorInfo(error.code, error.message, error.param, error.retry_after_s)
+    return _error_encoder.encode({"error": info}), None
+
+
+def _error_headers(error: BatonError) -> Headers:
     if isinstance(error, Unavailable) and error.code == NO_RESPONDERS:
         # of a hop of ours; the asker must not think that nobody listened to it
         error = Unavailable(error.message, param=error.param, retry_after_s=error.retry_after_s)

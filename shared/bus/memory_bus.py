@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from opentelemetry import context as otel_context
 
 from shared.bus import envelope
-from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Subscription
+from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Sent, Subscription
 from shared.bus.streams import spec_of
 from shared.bus.subscriptions import BusStats, RequestTasks
 from shared.contracts.errors import BatonError, Overloaded, ProtocolError, Unavailable
@@ -201,13 +200,13 @@ class MemoryBus:
     def connected(self) -> bool:
         return self._broker.up and not self._closed
 
-    async def publish(self, subject: str, message: msgspec.Struct, *, budget_s: float | None = None) -> None:
+    async def publish(self, subject: str, message: Sent, *, budget_s: float | None = None) -> None:
         """As `Bus.publish`."""
         parcel = Parcel(subject, *envelope.outgoing(subject, message, budget_s, self._broker.max_payload))
         self._require_connection(subject)
         self._broker.route(parcel)
 
-    async def publish_durable(self, subject: str, message: msgspec.Struct, *, message_id: str) -> None:
+    async def publish_durable(self, subject: str, message: Sent, *, message_id: str) -> None:
         """As `Bus.publish_durable`."""
         parcel = Parcel(subject, *envelope.outgoing(subject, message, None, self._broker.max_payload))
         self._require_connection(subject)
@@ -219,7 +218,7 @@ class MemoryBus:
             stream.parcels.append(parcel)
             stream.grown.set()
 
-    async def request(self, subject: str, message: msgspec.Struct, reply_type: Any, *, timeout_s: float) -> Any:
+    async def request(self, subject: str, message: Sent, reply_type: Any, *, timeout_s: float) -> Any:
         """As `Bus.request`."""
         payload, headers = envelope.outgoing(subject, message, timeout_s, self._broker.max_payload)
         self._require_connection(subject)
@@ -234,6 +233,7 @@ class MemoryBus:
 
     async def serve(self, subject: str, message_type: Any, handler: RequestHandler, *, queue: str = "") -> Subscription:
         """As `Bus.serve`."""
+        raw = message_type is bytes
 
         def take(parcel: Parcel) -> None:
             if parcel.reply is None:
@@ -247,9 +247,9 @@ class MemoryBus:
             elif listener.tasks.full:
                 self.stats.refused += 1
                 busy = Overloaded(f"{parcel.subject}: too many requests at once", retry_after_s=1.0)
-                _reply(parcel, b"", envelope.error_headers(busy))
+                _reply(parcel, *envelope.error_answer(busy, raw))
             else:
-                listener.tasks.start(self._answer(parcel, handler, delivery))
+                listener.tasks.start(self._answer(parcel, handler, delivery, raw))
 
         self._require_connection(subject)
         listener = _Listener(self._broker, subject, queue, take)
@@ -315,8 +315,8 @@ class MemoryBus:
             log.warning("dropped a message on %s: %s", parcel.subject, exc)
             return None
 
-    async def _answer(self, parcel: Parcel, handler: RequestHandler, delivery: Delivery) -> None:
-        _reply(parcel, *await envelope.answer(handler, delivery, self._broker.max_payload))
+    async def _answer(self, parcel: Parcel, handler: RequestHandler, delivery: Delivery, raw: bool) -> None:
+        _reply(parcel, *await envelope.answer(handler, delivery, self._broker.max_payload, raw))
 
 
 def _reply(parcel: Parcel, payload: bytes, headers: envelope.Headers | None) -> None:
@@ -359,7 +359,7 @@ class _Durable:
                 self._stream.grown.clear()
                 await self._stream.grown.wait()
                 continue
-            if await self._handled(self._stream.parcels[index]):
+            if await self._handled(self._stream.parcels[index], f"{index + 1}-0"):
                 failures = 0
                 continue
             failures += 1
@@ -381,12 +381,14 @@ class _Durable:
         places[self._durable] = index + 1
         return index
 
-    async def _handled(self, parcel: Parcel) -> bool:
+    async def _handled(self, parcel: Parcel, stored_id: str) -> bool:
         """True when the message is done with, undecodable and foreign ones included."""
         if not matches(self._subject, parcel.subject):
             return True
         try:
-            delivery = envelope.incoming(parcel.subject, parcel.payload, parcel.headers, self._message_type)
+            delivery = envelope.incoming(
+                parcel.subject, parcel.payload, parcel.headers, self._message_type, stored_id=stored_id
+            )
         except ProtocolError as exc:
             self._bus.stats.undecodable += 1
             log.warning("dropped a message on %s: %s", parcel.subject, exc)

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
@@ -22,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from shared.bus import envelope
-from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Subscription
+from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Sent, Subscription
 from shared.bus.nats_consumer import DurableConsumer
 from shared.bus.nats_lease import LeaseBucket
 from shared.bus.streams import spec_of
@@ -54,7 +53,7 @@ class NatsBus:
     def connected(self) -> bool:
         return bool(self._client.is_connected)
 
-    async def publish(self, subject: str, message: msgspec.Struct, *, budget_s: float | None = None) -> None:
+    async def publish(self, subject: str, message: Sent, *, budget_s: float | None = None) -> None:
         """Core NATS: at most once. Raises Unavailable when not connected, ProtocolError over the payload limit."""
         payload, headers = envelope.outgoing(subject, message, budget_s, self._client.max_payload)
         self._require_connection(subject)
@@ -63,7 +62,7 @@ class NatsBus:
         except nats.errors.Error as exc:
             raise self._mapped(exc, subject) from exc
 
-    async def publish_durable(self, subject: str, message: msgspec.Struct, *, message_id: str) -> None:
+    async def publish_durable(self, subject: str, message: Sent, *, message_id: str) -> None:
         """JetStream: returns when stored; `message_id` deduplicates within the stream's window. Raises Unavailable."""
         payload, headers = envelope.outgoing(subject, message, None, self._client.max_payload)
         self._require_connection(subject)
@@ -72,7 +71,7 @@ class NatsBus:
         except nats.errors.Error as exc:
             raise self._mapped(exc, subject) from exc
 
-    async def request(self, subject: str, message: msgspec.Struct, reply_type: Any, *, timeout_s: float) -> Any:
+    async def request(self, subject: str, message: Sent, reply_type: Any, *, timeout_s: float) -> Any:
         """Ask and wait at most `timeout_s` seconds, which is also the budget sent along. Errors as in `Bus.request`."""
         payload, headers = envelope.outgoing(subject, message, timeout_s, self._client.max_payload)
         self._require_connection(subject)
@@ -89,9 +88,10 @@ class NatsBus:
     async def serve(self, subject: str, message_type: Any, handler: RequestHandler, *, queue: str = "") -> Subscription:
         """Answer requests, each in a task of its own. What does not decode is counted, logged and dropped."""
         tasks = RequestTasks()
+        raw = message_type is bytes
 
         async def on_request(msg: Msg) -> None:
-            if not envelope.may_answer(msg.reply):
+            if not envelope.may_answer(msg.reply, raw):
                 self.stats.undecodable += 1
                 log.warning("request on %s names no service inbox; dropped", msg.subject)
                 return
@@ -103,9 +103,9 @@ class NatsBus:
             elif tasks.full:
                 self.stats.refused += 1
                 busy = Overloaded(f"{subject}: too many requests at once", retry_after_s=1.0)
-                await self._reply(msg, b"", envelope.error_headers(busy))
+                await self._reply(msg, *envelope.error_answer(busy, raw))
             else:
-                tasks.start(self._answer(msg, handler, delivery))
+                tasks.start(self._answer(msg, handler, delivery, raw))
 
         inner = await self._subscribe(subject, queue, on_request)
         return self._remember(_Served(inner, tasks))
@@ -220,8 +220,8 @@ class NatsBus:
             log.warning("dropped a message on %s: %s", msg.subject, exc)
             return None
 
-    async def _answer(self, msg: Msg, handler: RequestHandler, delivery: Delivery) -> None:
-        payload, headers = await envelope.answer(handler, delivery, self._client.max_payload)
+    async def _answer(self, msg: Msg, handler: RequestHandler, delivery: Delivery, raw: bool) -> None:
+        payload, headers = await envelope.answer(handler, delivery, self._client.max_payload, raw)
         await self._reply(msg, payload, headers)
 
     async def _reply(self, msg: Msg, payload: bytes, headers: envelope.Headers | None) -> None:
@@ -229,6 +229,17 @@ class NatsBus:
             await self._client.publish(msg.reply, payload, headers=headers)
         except nats.errors.Error as exc:
             log.warning("answer to %s not sent: %r", msg.subject, exc)
+
+
+class _Client(Client):
+    """nats-py's client stops reading for good at a header it cannot decode; tenants write headers as they like."""
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            return await super()._process_headers(headers)
+        except Exception:
+            log.warning("dropped a message's headers: they do not decode")
+            return None
 
 
 class _Served:
@@ -274,7 +285,7 @@ async def connect_bus(
 
     Raises Unavailable when no connection comes about within 10 seconds, Forbidden when NATS refuses the credentials.
     """
-    client = Client()
+    client = _Client()
     stats = BusStats()
     refused: set[str] = set()
     forbidden, leaving = asyncio.Event(), asyncio.Event()

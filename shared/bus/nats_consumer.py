@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from opentelemetry import context as otel_context
 
 from shared.bus import envelope
@@ -104,6 +104,8 @@ class DurableConsumer:
             retention=RetentionPolicy.WORK_QUEUE if self._spec.work_queue else RetentionPolicy.LIMITS,
             max_age=self._spec.max_age_s,
             max_bytes=self._spec.max_bytes,
+            max_msg_size=self._spec.max_message_bytes,
+            discard=DiscardPolicy.NEW if self._spec.refuse_when_full else DiscardPolicy.OLD,
             duplicate_window=self._spec.duplicate_window_s,
             storage=StorageType.FILE,
         )
@@ -155,7 +157,9 @@ class DurableConsumer:
 
     async def _handle(self, msg: Msg) -> None:
         try:
-            delivery = envelope.incoming(msg.subject, msg.data, msg.headers, self._message_type)
+            delivery = envelope.incoming(
+                msg.subject, msg.data, msg.headers, self._message_type, stored_id=_stored_id(msg)
+            )
         except ProtocolError as exc:
             self._stats.undecodable += 1
             log.warning("dropped a message of stream %s: %s", self._spec.name, exc)
@@ -189,8 +193,14 @@ class DurableConsumer:
 
 
 def _status(msg: Msg) -> str | None:
-    """The status of a control message of the server; None for a stream's message."""
-    return (msg.headers or {}).get("Status") if not msg.data else None
+    """The status of a control message of the server; None for a stream's message, which has where to acknowledge it,
+    whatever headers its sender gave it."""
+    return (msg.headers or {}).get("Status") if not msg.data and not msg.reply else None
+
+
+def _stored_id(msg: Msg) -> str:
+    """Number in its stream and time of arrival: a stream made anew counts from 1 again."""
+    return f"{msg.metadata.sequence.stream}-{int(msg.metadata.timestamp.timestamp() * 1e6)}"
 
 
 def _description(msg: Msg) -> str:
