@@ -196,6 +196,7 @@ class BatchInfo(Message, frozen=True, kw_only=True):
     completion_tokens: int = 0
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     errors: tuple[BatchError, ...] = ()
+    dead_letters: tuple[BatchError, ...] = ()  # items given up: `line` their number, `param` their custom_id
 
 
 class BatchPage(Message, frozen=True, kw_only=True):

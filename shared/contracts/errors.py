@@ -3,6 +3,7 @@
 BatonError
 ├── InvalidInput            400  what the client sent cannot be run; names the field
 │   ├── ContextExceeded     400  prompt and output do not fit the model's context
+│   ├── NotFound            404
 │   └── UnknownModel        404
 ├── Unauthenticated         401
 ├── Forbidden               403
@@ -64,6 +65,11 @@ class InvalidInput(BatonError):
 
 class ContextExceeded(InvalidInput):
     default_code = "context_length_exceeded"
+
+
+class NotFound(InvalidInput):
+    status = 404
+    default_code = "not_found"
 
 
 class UnknownModel(InvalidInput):
@@ -132,6 +138,7 @@ class SettingsError(BatonError):
 
 _TREE: tuple[type[BatonError], ...] = (
     ContextExceeded,
+    NotFound,
     UnknownModel,
     InvalidInput,
     Unauthenticated,

@@ -1,0 +1,201 @@
+"""Files in Redis: a record and sealed chunks of FILE_CHUNK_BYTES. A file exists for others once it is closed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from services.batch.keys import Keys, lua
+from services.batch.records import PURPOSE_INPUT, PURPOSE_OUTPUT, FileMeta, StoredFile
+from services.batch.redis_types import number, page_of, pairs
+from shared.contracts.batch_messages import FILE_CHUNK_BYTES
+from shared.contracts.errors import BodyTooLarge, Conflict, Forbidden, NotFound
+from shared.contracts.ids import FileId, TenantId, is_id
+from shared.store.redis_store import RedisStore
+from shared.store.sealed import Sealer
+
+PAGE = 200
+SWEEP = 100
+"""Most files one sweep of a tenant deletes, of each kind."""
+UPLOAD_IDLE_S = 3600
+"""An upload that took no chunk for so long was given up by its client."""
+
+_APPEND, _CLOSE, _DELETE = lua("file_append"), lua("file_close"), lua("file_delete")
+
+
+def no_such_file(file_id: str) -> NotFound:
+    """What is missing, or another tenant's: the two look alike."""
+    return NotFound(f"there is no file {file_id[:64]!r}", param="file_id")
+
+
+class FileStore:
+    """Uploads, files, their order and their end."""
+
+    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys, max_stored_bytes: int) -> None:
+        self._redis = redis
+        self._sealer = sealer
+        self._keys = keys
+        self._max_stored_bytes = max_stored_bytes
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    async def open(self, tenant: TenantId, meta: FileMeta, now_s: int) -> FileId:
+        """Begin an upload."""
+        file_id = FileId(f"file-{secrets.token_hex(16)}")
+        sealed = self._sealer.seal(tenant, f"file:{file_id}", msgspec.msgpack.encode(meta))
+        key = self._keys.file(tenant, file_id)
+        await self._redis.execute("SADD", self._keys.tenants, tenant)
+        await self._redis.transaction(
+            [
+                ("ZADD", self._keys.of(tenant, "uploads"), now_s, file_id),
+                ("HSET", key, "state", "uploading", "chunks", 0, "bytes", 0, "meta", sealed),
+            ]
+        )
+        return file_id
+
+    async def append(
+        self, tenant: TenantId, file_id: FileId, chunk: int, data: bytes, now_s: int, *, limited: bool = True
+    ) -> int:
+        """The upload's chunk of that number, from 0; all but the last are full. Returns the bytes held so far.
+
+        Args:
+            limited: it counts against what the tenant may store.
+
+        Raises:
+            NotFound: there is no such upload.
+            Conflict: a chunk before it is missing or was not full.
+            Forbidden: the tenant has stored too much.
+        """
+        if len(data) > FILE_CHUNK_BYTES:
+            raise BodyTooLarge(f"a chunk has at most {FILE_CHUNK_BYTES} bytes", param="data")
+        if not is_id(file_id):
+            raise no_such_file(file_id)
+        sealed = self._sealer.seal(tenant, f"file:{file_id}:{chunk}", data)
+        keys = [self._keys.file(tenant, file_id), self._keys.file(tenant, file_id, "data")]
+        keys += [self._keys.of(tenant, "stored"), self._keys.of(tenant, "uploads")]
+        limit = self._max_stored_bytes if limited else 0
+        code, held = await self._redis.script(
+            _APPEND, keys, (file_id, chunk, sealed, len(data), FILE_CHUNK_BYTES, limit, now_s)
+        )
+        if code == -1:
+            raise no_such_file(file_id)
+        if code == -2:
+            raise Conflict(f"chunk {chunk} does not follow the {held} bytes held", param="number")
+        if code == -3:
+            raise Forbidden(
+                f"your files would take over {limit} bytes; delete some",
+                param="file",
+                code="storage_limit_exceeded",
+            )
+        return int(held)
+
+    async def close(self, tenant: TenantId, file_id: FileId) -> StoredFile:
+        """The upload becomes a file. Safe to repeat. Raises NotFound."""
+        file = await self._record(tenant, file_id)
+        if file is None or not await self._close(tenant, file):
+            raise no_such_file(file_id)
+        return msgspec.structs.replace(file, ready=True)
+
+    async def abort(self, tenant: TenantId, file_id: FileId) -> None:
+        """The upload and what it holds goes; nothing when there is none."""
+        file = await self._record(tenant, file_id)
+        if file is not None:
+            await self._delete(tenant, file, "uploading")
+
+    async def delete(self, tenant: TenantId, file_id: FileId) -> None:
+        """Raises NotFound, or Conflict while a batch reads it."""
+        file = await self.get(tenant, file_id)
+        gone = await self._delete(tenant, file, "ready")
+        if gone < 0:
+            raise Conflict(f"file {file_id!r} is the input of a batch that has not ended", param="file_id")
+        if gone == 0:
+            raise no_such_file(file_id)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    async def get(self, tenant: TenantId, file_id: FileId) -> StoredFile:
+        """Raises NotFound."""
+        file = await self._record(tenant, file_id)
+        if file is None or not file.ready:
+            raise no_such_file(file_id)
+        return file
+
+    async def page(
+        self, tenant: TenantId, *, purpose: str = "", after: str = "", limit: int = PAGE, ascending: bool = False
+    ) -> tuple[list[StoredFile], bool]:
+        """A page in the order of completion, and whether more follow. Raises NotFound for an unknown `after`."""
+        if purpose not in ("", PURPOSE_INPUT, PURPOSE_OUTPUT):
+            return [], False
+        ids, more = await page_of(self._redis, self._index(tenant, purpose), after, limit, ascending, no_such_file)
+        found = [await self._record(tenant, FileId(file_id)) for file_id in ids]
+        return [file for file in found if file is not None], more
+
+    async def chunk(self, tenant: TenantId, file_id: FileId, number_: int) -> bytes:
+        """One chunk; empty behind the last. Raises Internal when it was tampered with."""
+        sealed = await self._redis.execute("HGET", self._keys.file(tenant, file_id, "data"), str(number_))
+        return self._sealer.unseal(tenant, f"file:{file_id}:{number_}", sealed) if sealed else b""
+
+    async def read(self, tenant: TenantId, file_id: FileId, offset: int) -> bytes:
+        """Bytes from `offset` to the end of its chunk; empty at the end of the file."""
+        first, skip = divmod(offset, FILE_CHUNK_BYTES)
+        return (await self.chunk(tenant, file_id, first))[skip:]
+
+    async def chunks(self, tenant: TenantId, file_id: FileId) -> AsyncIterator[bytes]:
+        """The whole file, chunk by chunk."""
+        at = 0
+        while data := await self.chunk(tenant, file_id, at):
+            yield data
+            at += 1
+
+    # ------------------------------------------------------------------------------------------ sweeping
+
+    async def sweep(self, tenant: TenantId, now_s: int) -> int:
+        """Delete expired files and abandoned uploads; returns how many. A file a batch still reads waits for it."""
+        swept = 0
+        for index, before, state in (("expiry", now_s, "ready"), ("uploads", now_s - UPLOAD_IDLE_S, "uploading")):
+            ids = await self._redis.execute(
+                "ZRANGEBYSCORE", self._keys.of(tenant, index), "-inf", before, "LIMIT", 0, SWEEP
+            )
+            for file_id in ids:
+                file = await self._record(tenant, FileId(file_id.decode()))
+                if file is not None:
+                    swept += max(0, await self._delete(tenant, file, state))
+        return swept
+
+    async def stored_bytes(self, tenant: TenantId) -> int:
+        """Bytes of all its files and uploads."""
+        return number(await self._redis.execute("GET", self._keys.of(tenant, "stored")))
+
+    # ------------------------------------------------------------------------------------------ parts
+
+    async def _record(self, tenant: TenantId, file_id: FileId) -> StoredFile | None:
+        if not is_id(file_id):
+            return None
+        found = pairs(await self._redis.execute("HGETALL", self._keys.file(tenant, file_id)))
+        if "meta" not in found:
+            return None
+        meta = self._sealer.unseal(tenant, f"file:{file_id}", found["meta"])
+        return StoredFile(
+            file_id=file_id,
+            meta=msgspec.msgpack.decode(meta, type=FileMeta),
+            num_bytes=number(found["bytes"]),
+            ready=found["state"] == b"ready",
+            readers=number(found.get("readers")),
+        )
+
+    async def _close(self, tenant: TenantId, file: StoredFile) -> bool:
+        keys = [self._keys.file(tenant, file.file_id), self._keys.of(tenant, "uploads"), self._index(tenant, "")]
+        keys += [self._index(tenant, file.meta.purpose), self._keys.of(tenant, "expiry")]
+        keys.append(self._keys.of(tenant, "serial"))
+        return bool(await self._redis.script(_CLOSE, keys, (file.file_id, file.meta.expires_s)))
+
+    async def _delete(self, tenant: TenantId, file: StoredFile, state: str) -> int:
+        keys = [self._keys.file(tenant, file.file_id), self._keys.file(tenant, file.file_id, "data")]
+        keys += [self._keys.of(tenant, "stored"), self._keys.of(tenant, "uploads"), self._index(tenant, "")]
+        keys += [self._index(tenant, file.meta.purpose), self._keys.of(tenant, "expiry")]
+        return int(await self._redis.script(_DELETE, keys, (file.file_id, state)))
+
+    def _index(self, tenant: TenantId, purpose: str) -> str:
+        return self._keys.of(tenant, "files", purpose) if purpose else self._keys.of(tenant, "files")

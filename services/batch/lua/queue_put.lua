@@ -1,0 +1,18 @@
+-- The body of a line of the standing batch, once; its prompt tokens count as enqueued.
+-- KEYS: job, bodies, results, tokens, tenant's enqueued tokens
+-- ARGV: number, sealed body, prompt tokens, most enqueued tokens (0 = any)
+-- Returns 1, 0 when it has a result already, -1 when the tokens are over the limit
+local number, tokens, limit = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+if redis.call('HEXISTS', KEYS[3], number) == 1 then
+  return 0
+end
+if redis.call('HEXISTS', KEYS[2], number) == 1 then
+  return 1
+end
+if limit > 0 and tonumber(redis.call('GET', KEYS[5]) or '0') + tokens > limit then
+  return -1
+end
+redis.call('HSET', KEYS[2], number, ARGV[2])
+redis.call('HSET', KEYS[4], number, ARGV[3])
+redis.call('INCRBY', KEYS[5], ARGV[3])
+return 1

@@ -1,0 +1,18 @@
+-- A number in the standing batch for a line, the same one whenever the same message asks again.
+-- KEYS: job, origins (hash: origin -> number), ids (hash: hash of custom_id -> number), refs (hash: number -> origin id),
+--       spec and status are set when the batch is new
+-- ARGV: origin (the message's own name), hash of the custom_id or empty, sealed spec
+-- Returns {number, 1 if another line had this custom_id}
+redis.call('HSETNX', KEYS[1], 'spec', ARGV[3])
+redis.call('HSETNX', KEYS[1], 'status', 'in_progress')
+local number = redis.call('HGET', KEYS[2], ARGV[1])
+if not number then
+  number = tostring(redis.call('HINCRBY', KEYS[1], 'total', 1))
+  redis.call('HSET', KEYS[2], ARGV[1], number)
+  redis.call('HSET', KEYS[4], number, ARGV[1] .. ' ' .. ARGV[2])
+end
+if ARGV[2] == '' then
+  return {tonumber(number), 0}
+end
+redis.call('HSETNX', KEYS[3], ARGV[2], number)
+return {tonumber(number), redis.call('HGET', KEYS[3], ARGV[2]) == number and 0 or 1}

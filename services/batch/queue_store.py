@@ -1,0 +1,97 @@
+"""The standing batch of a tenant: lines that came over NATS get a number each, and results in order of finishing."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from services.batch.item_store import ItemStore
+from services.batch.keys import Keys, lua
+from services.batch.records import QUEUE_BATCH, ItemBody, JobSpec, QueueResult, QueueSlot
+from shared.contracts.errors import InvalidInput
+from shared.contracts.ids import TenantId
+from shared.store.redis_store import RedisStore
+from shared.store.sealed import Sealer
+
+TRIM = 500
+"""Most results one `trim` removes."""
+
+_SLOT, _PUT, _TRIM = lua("queue_slot"), lua("queue_put"), lua("queue_trim")
+
+
+class QueueStore:
+    """Standing batches. Claims, results and dead letters of their items are ItemStore's, under QUEUE_BATCH."""
+
+    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys) -> None:
+        self._redis = redis
+        self._sealer = sealer
+        self._keys = keys
+        self._items = ItemStore(redis, sealer, keys)
+
+    async def slot(self, tenant: TenantId, origin: str, custom_id: str, now_s: int) -> QueueSlot:
+        """The number of a line; asking again with the same `origin` gives the same one.
+
+        Args:
+            origin: names the message, such as its stream sequence; no spaces.
+            custom_id: empty when the line has no usable one.
+        """
+        if " " in origin:
+            raise InvalidInput("an origin holds no space", param="origin")
+        spec = JobSpec(endpoint="", created_s=now_s, expires_s=0)
+        sealed = self._sealer.seal(tenant, f"job:{QUEUE_BATCH}", msgspec.msgpack.encode(spec))
+        await self._redis.execute("SADD", self._keys.tenants, tenant)
+        keys = [self._keys.job(tenant, QUEUE_BATCH)]
+        keys += self._keys.job_parts(tenant, QUEUE_BATCH, "origins", "ids", "refs")
+        number, duplicate = await self._redis.script(_SLOT, keys, (origin, _hashed(custom_id), sealed))
+        return QueueSlot(int(number), bool(duplicate))
+
+    async def put_body(self, tenant: TenantId, number: int, body: ItemBody, *, tokens_limit: int = 0) -> str:
+        """Keep a line's body, once.
+
+        Returns "" when it is kept, "done" when the line has a result already, "over_limit" when the tenant would have
+        more than `tokens_limit` prompt tokens waiting (0 = any number).
+        """
+        keys = [self._keys.job(tenant, QUEUE_BATCH)]
+        keys += self._keys.job_parts(tenant, QUEUE_BATCH, "bodies", "results", "tokens")
+        keys.append(self._keys.of(tenant, "enqueued"))
+        sealed = self._items.seal_body(tenant, QUEUE_BATCH, number, body)
+        code = await self._redis.script(_PUT, keys, (str(number), sealed, body.prompt_tokens, tokens_limit))
+        return {1: "", 0: "done", -1: "over_limit"}[int(code)]
+
+    async def results(self, tenant: TenantId, after: str, limit: int) -> tuple[list[QueueResult], bool]:
+        """Up to `limit` results behind cursor `after` (empty: from the oldest kept), and whether more follow.
+
+        Raises InvalidInput for a cursor that is none.
+        """
+        start = f"({after}" if _is_cursor(after) else "-"
+        if after and start == "-":
+            raise InvalidInput("after: this is not a cursor", param="after")
+        key = self._keys.job(tenant, QUEUE_BATCH, "finished")
+        entries = await self._redis.execute("XRANGE", key, start, "+", "COUNT", limit + 1)
+        listed = [(cursor.decode(), _field(fields)) for cursor, fields in entries[:limit]]
+        found = await self._items.results(tenant, QUEUE_BATCH, [number for _, number in listed])
+        page = [QueueResult(cursor, number, found[number]) for cursor, number in listed if number in found]
+        return page, len(entries) > limit
+
+    async def trim(self, tenant: TenantId, before_s: int) -> int:
+        """Remove results that finished before that time; how many went, at most TRIM."""
+        keys = self._keys.job_parts(tenant, QUEUE_BATCH, "finished", "results", "origins", "ids", "refs")
+        keys += self._keys.job_parts(tenant, QUEUE_BATCH, "epochs", "lost")
+        return int(await self._redis.script(_TRIM, keys, (f"{before_s * 1000}-0", TRIM)))
+
+
+def _hashed(custom_id: str) -> str:
+    # Names of strangers are texts of theirs: kept hashed where they only have to be compared.
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).hexdigest() if custom_id else ""
+
+
+def _is_cursor(text: str) -> bool:
+    milliseconds, dash, serial = text.partition("-")
+    parts = (milliseconds, serial)
+    return bool(dash) and all(part.isascii() and part.isdigit() and len(part) <= 19 for part in parts)
+
+
+def _field(fields: object) -> int:
+    values = list(fields.values()) if isinstance(fields, dict) else list(fields)[1:]  # type: ignore[call-overload]
+    return int(values[0])
