@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from pathlib import Path
 
 from services.gateway.app import Door, build_app
-from services.gateway.prompt_codec import PromptCodec
-from services.gateway.server import allow_many_files, bind, serve
+from services.gateway.server import Listener, allow_many_files, bind, serve
 from services.gateway.service import GatewayService
-from services.gateway.settings import GatewayConfig, context_length
+from services.gateway.settings import GatewayConfig
 from shared.contracts.ids import IngressId, new_process_id
+from shared.ingress.config import IngressConfig
+from shared.ingress.served_models import load_models
 from shared.lifecycle.runtime import Runtime, run_service
-from shared.model.fetch import cache_dir, default_model_dir
 from shared.telemetry.setup import setup_telemetry
-from shared.text.tokenizer import load_tokenizer
 
 PROBE_KEY_VARIABLE = "BATON_PROBE_KEY_FILE"
 PROBE_PAUSE_S = 0.5
@@ -23,34 +21,37 @@ PROBE_PAUSE_S = 0.5
 
 async def main(runtime: Runtime) -> None:
     settings, stack = runtime.settings, runtime.stack
-    folder = Path(settings.model.path) if settings.model.path else default_model_dir(cache_dir(runtime.env))
     config = GatewayConfig(
-        ingress_id=IngressId(new_process_id("gateway")),
-        model=settings.model.name,
-        context=context_length(folder),
-        pool=settings.model.pool,
+        ingress=IngressConfig(
+            ingress_id=IngressId(new_process_id("gateway")),
+            service=runtime.service,
+            drain_s=settings.gateway.shutdown_s,
+            submit_s=settings.scheduler.lease_s + 3.0,
+            worker_silence_s=settings.scheduler.worker_timeout_s,
+        ),
         max_body_bytes=settings.gateway.max_body_bytes,
-        drain_s=settings.gateway.shutdown_s,
-        submit_s=settings.scheduler.lease_s + 3.0,
-        worker_silence_s=settings.scheduler.worker_timeout_s,
         probe_key=runtime.secret_text(PROBE_KEY_VARIABLE),
     )
     allow_many_files()
     sock = bind(settings.gateway.host, settings.gateway.port)
-    codec = PromptCodec(load_tokenizer(folder), config.context)
-    stack.callback(codec.close)
+    models = load_models(settings, runtime.env)
+    stack.callback(models.close)
     telemetry = await stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
-    service = await stack.enter_async_context(
-        GatewayService(runtime.bus, config, telemetry, codec.tokenizer.token_bytes)
-    )
-    door = Door(service, codec)
-    port = await stack.enter_async_context(serve(build_app(door), sock))
-    # new requests are refused and streams finish while the door still answers
-    stack.push_async_callback(service.drain)
+    service = await stack.enter_async_context(GatewayService(runtime.bus, config, telemetry, models))
+    door = Door(service)
+    listener = await stack.enter_async_context(serve(build_app(door), sock))
+    stack.push_async_callback(_drain, runtime, listener, service)
     if config.probe_key:
         await _until_a_token_came(door, runtime.stop)
-    runtime.ready(port=port)
+    runtime.ready(port=listener.port)
     await runtime.stop.wait()
+
+
+async def _drain(runtime: Runtime, listener: Listener, service: GatewayService) -> None:
+    """New requests go to a successor if there is one, else they are refused; streams finish meanwhile."""
+    if runtime.superseded:
+        listener.stop_listening()
+    await service.drain()
 
 
 async def _until_a_token_came(door: Door, stop: asyncio.Event) -> None:

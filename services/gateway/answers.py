@@ -10,10 +10,12 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.chunks import Choice, ChunkWriter, error_frame, whole_body
-from services.gateway.errors import error_body, error_headers
-from services.gateway.session import Session
+from services.gateway.chunks import ChunkWriter, error_frame
+from services.gateway.errors import error_headers
 from shared.contracts.errors import BatonError, BodyTooLarge, Internal
+from shared.ingress.answer import whole_answer
+from shared.ingress.error_body import error_body
+from shared.ingress.session import Session
 
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -82,21 +84,11 @@ class SessionResponse(Response):
             await (await self._whole())(scope, receive, send)
 
     async def _whole(self) -> JSONResponse:
-        session, plan = self._session, self._session.plan
-        texts: list[str] = []
-        finish = ""
-        while True:
-            await session.wait()
-            text, reason = session.take()
-            texts.append(text)
-            finish = reason or finish
-            if session.end is not None:
-                break
-        if session.end.error is not None:
-            return error_response(session.end.error, self._extra)
-        choices = [Choice("".join(texts), finish)]
-        body = whole_body(plan.kind, session.request_id, plan.model, session.created, choices, session.usage())
-        session.sent(len(str(body)))
+        try:
+            body = await whole_answer(self._session)
+        except BatonError as error:
+            return error_response(error, self._extra)
+        self._session.sent(len(str(body)))
         return JSONResponse(body, headers=self._extra)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:

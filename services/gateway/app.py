@@ -24,15 +24,16 @@ from starlette.requests import ClientDisconnect
 from services.gateway.answers import SessionResponse, error_response, internal_response, json_response
 from services.gateway.auth import key_hash
 from services.gateway.body import read_body
-from services.gateway.errors import as_baton_error, http_body, unknown_model
-from services.gateway.openai_schema import ChatRequest, GenerationRequest
-from services.gateway.parse import parse_chat, parse_completion
-from services.gateway.prompt_codec import PromptCodec
-from services.gateway.request_plan import make_plan
+from services.gateway.errors import http_body
 from services.gateway.service import GatewayService
-from services.gateway.session import Session
 from shared.contracts.errors import BatonError, Cancelled, Forbidden, InvalidInput
 from shared.contracts.messages import Identity
+from shared.ingress.error_body import as_baton_error
+from shared.ingress.openai_schema import ChatRequest, GenerationRequest
+from shared.ingress.parse import parse_chat, parse_completion
+from shared.ingress.request_plan import make_plan
+from shared.ingress.served_models import ServedModel
+from shared.ingress.session import Session
 from shared.telemetry import attributes as a
 
 log = logging.getLogger("baton.gateway")
@@ -48,9 +49,8 @@ Parse = Callable[[bytes], GenerationRequest]
 class Door:
     """Handlers of the routes."""
 
-    def __init__(self, service: GatewayService, codec: PromptCodec) -> None:
+    def __init__(self, service: GatewayService) -> None:
         self._service = service
-        self._codec = codec
         self._started = int(time.time())
 
     # ------------------------------------------------------------------------------------------ generation
@@ -88,7 +88,7 @@ class Door:
 
     async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Session:
         service = self._service
-        service.require_open()
+        service.ingress.require_open()
         hashed = key_hash(request.headers)
         identity = await service.authenticate(hashed)
         span.set_attribute(a.TENANT, identity.tenant)
@@ -96,24 +96,29 @@ class Door:
         length = request.headers.get("content-length")
         body = await read_body(request.stream(), length, config.max_body_bytes, config.body_timeout_s)
         span.set_attribute(a.BODY_BYTES, len(body))
-        parsed = await self._codec.parse(parse, body)
-        if parsed.model != config.model:
-            raise unknown_model([config.model])
-        span.set_attribute(a.MODEL, config.model)
-        return await self._submit(parsed, identity, hashed, span, arrived)
+        parsed = await service.models.parse(parse, body)
+        model = service.models.get(parsed.model)
+        span.set_attribute(a.MODEL, model.name)
+        return await self._submit(parsed, model, identity, hashed, span, arrived)
 
     async def _submit(
-        self, parsed: GenerationRequest, identity: Identity, hashed: bytes, span: Span, arrived: float
+        self,
+        parsed: GenerationRequest,
+        model: ServedModel,
+        identity: Identity,
+        hashed: bytes,
+        span: Span,
+        arrived: float,
     ) -> Session:
         service = self._service
         with service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
-            prompt = await self._codec.encode(parsed)
+            prompt = await model.codec.encode(parsed)
             tokenize.set_attribute(a.PROMPT_TOKENS, len(prompt))
         plan = make_plan(
             parsed,
             prompt,
-            context=service.config.context,
-            vocab_size=self._codec.tokenizer.vocab_size,
+            context=model.context,
+            vocab_size=model.codec.tokenizer.vocab_size,
             identity=identity,
             seed=secrets.randbits(64),
         )
@@ -123,15 +128,15 @@ class Door:
 
     async def probe(self) -> bool:
         """Send one token through all services with the gateway's own key. True when it came."""
-        config = self._service.config
-        body = {"model": config.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        config, model = self._service.config, next(iter(self._service.models))
+        body = {"model": model.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         arrived = time.monotonic()
         span = self._service.telemetry.tracer.start_span("gateway.request", context=Context())
         token = otel_context.attach(trace.set_span_in_context(span))
         try:
             hashed = key_hash({"authorization": f"Bearer {config.probe_key}"})
             identity = await self._service.authenticate(hashed)
-            session = await self._submit(ChatRequest.model_validate(body), identity, hashed, span, arrived)
+            session = await self._submit(ChatRequest.model_validate(body), model, identity, hashed, span, arrived)
         except BatonError as error:
             _end_failed(span, error)
             log.info("not ready: %s", error.message)
@@ -148,18 +153,18 @@ class Door:
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         await self._service.authenticate(key_hash(request.headers))
-        return json_response({"object": "list", "data": [self._model()]}, _echo(request))
+        return json_response(
+            {"object": "list", "data": [self._model(model) for model in self._service.models]}, _echo(request)
+        )
 
     async def model(self, request: Request, model_id: str) -> Response:
         """GET /v1/models/{id}"""
         await self._service.authenticate(key_hash(request.headers))
-        if model_id != self._service.config.model:
-            raise unknown_model([self._service.config.model])
-        return json_response(self._model(), _echo(request))
+        return json_response(self._model(self._service.models.get(model_id)), _echo(request))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, model: ServedModel) -> dict[str, Any]:
         owner = "baton, fake workers" if self._service.cluster.has_fake_workers else "baton"
-        return {"id": self._service.config.model, "object": "model", "created": self._started, "owned_by": owner}
+        return {"id": model.name, "object": "model", "created": self._started, "owned_by": owner}
 
     async def health(self) -> Response:
         """GET /health: the process answers."""

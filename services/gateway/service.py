@@ -1,77 +1,53 @@
-"""The gateway's bus side: authentication, admission, sessions and the news that drive them."""
+"""What a gateway does on the bus beside being an ingress: authentication, traces, the state of the cluster."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-import msgspec
-from opentelemetry import context as otel_context
 from opentelemetry.trace import Span
 
 from services.gateway.auth import IdentityCache
 from services.gateway.cluster import Cluster
-from services.gateway.liveness import Liveness
-from services.gateway.request_plan import RequestPlan
-from services.gateway.session import Session
 from services.gateway.settings import GatewayConfig
-from shared.bus.bus import NO_RESPONDERS, Bus, Delivery, Subscription
+from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import subjects
-from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError, ProtocolError, Unavailable, from_wire
-from shared.contracts.grants import Grant
-from shared.contracts.ids import RequestId, Term, WorkerId, new_request_id
-from shared.contracts.message import decode
+from shared.contracts.errors import BatonError
+from shared.contracts.ids import new_request_id
 from shared.contracts.messages import (
     Admit,
     Authenticate,
-    Cancel,
-    Cancelled,
-    EventsSeen,
-    FinalAck,
-    FinalAcked,
     GatewayBeat,
-    Granted,
     Identity,
-    Placed,
-    PlacementRefused,
     PolicyEvent,
     Refusal,
     SchedulerBeat,
     SpanBatch,
-    StreamFrame,
     WorkerBeat,
-    WorkerLost,
 )
-from shared.telemetry import attributes as a
+from shared.ingress.ingress import Ingress
+from shared.ingress.request_plan import RequestPlan
+from shared.ingress.served_models import ServedModels
+from shared.ingress.session import Session
 from shared.telemetry.setup import Telemetry
 from shared.telemetry.trace_buffer import TraceBuffer
 
 log = logging.getLogger("baton.gateway")
 
-WORKER_REPLY_S = 1.0
-QUIET_S = 1.5
-"""A worker with running requests speaks once a second; one silent for longer is asked whether it is there."""
 PROBE_KEY_HASH = bytes(32)
 """No key has this hash; asking about it only shows that policy answers."""
-
-
-def shutting_down() -> Unavailable:
-    """What a gateway that drains answers."""
-    return Unavailable("the gateway is shutting down", retry_after_s=1.0, code="shutting_down")
 
 
 class GatewayService:
     """Everything behind the HTTP door; an async context manager.
 
     Attributes:
-        sessions: requests in flight, by id.
-        draining: no new requests; `/ready` says 503.
+        ingress: the requests in flight.
+        traces: spans of all services, lately.
     """
 
     def __init__(
@@ -79,61 +55,39 @@ class GatewayService:
         bus: Bus,
         config: GatewayConfig,
         telemetry: Telemetry,
-        token_bytes: Callable[[int], bytes],
+        models: ServedModels,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.telemetry = telemetry
-        self.sessions: dict[RequestId, Session] = {}
+        self.models = models
+        self.ingress = Ingress(bus, config.ingress, telemetry, models, on_beat=self._on_beat, clock=clock)
         self.traces = TraceBuffer()
-        self.liveness = Liveness(config.alive_s)
         self.cluster = Cluster()
-        self.draining = False
         self._bus = bus
-        self._token_bytes = token_bytes
         self._clock = clock
         self._identities = IdentityCache()
-        self._term = Term(0)
-        self._beats = 0
-        self._asked: set[WorkerId] = set()
-        self._opening = 0  # requests that may hold a reservation but have no session yet
-        self._settled = asyncio.Event()
         self._subscriptions: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> GatewayService:
-        bus, ingress = self._bus, self.config.ingress_id
-        events = Placed | PlacementRefused | WorkerLost
+        await self.ingress.__aenter__()
         self._subscriptions = [
-            await bus.subscribe(subjects.stream(ingress), StreamFrame, self._on_frame),
-            await bus.serve(subjects.gateway_event(ingress), events, self._on_event),
-            await bus.subscribe(subjects.sched_beat(self.config.pool), SchedulerBeat, self._on_scheduler_beat),
-            await bus.subscribe(subjects.ANY_WORKER_BEAT, WorkerBeat, self._on_worker_beat),
-            await bus.subscribe(subjects.POLICY_EVENTS, PolicyEvent, self._on_policy_event),
-            await bus.subscribe(subjects.ANY_TRACE, SpanBatch, self._on_spans),
+            await self._bus.subscribe(subjects.POLICY_EVENTS, PolicyEvent, self._on_policy_event),
+            await self._bus.subscribe(subjects.ANY_TRACE, SpanBatch, self._on_spans),
+            await self._bus.subscribe(subjects.ANY_GATEWAY_BEAT, GatewayBeat, self._on_ingress_beat),
         ]
-        self._run(self._every(self.config.tick_s, self._tick))
-        self._run(self._every(self.config.beat_s, self._beat))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # running streams first: their frames must still arrive
-        await self.drain()
+        await self.ingress.__aexit__(kind, error, traceback)
         for subscription in self._subscriptions:
             await subscription.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def drain(self) -> None:
-        """Refuse what is new, let streams finish for `drain_s`, end the rest with an error, wait for settlements."""
-        self.draining = True
-        await self._idle(self.config.drain_s)
-        for session in list(self.sessions.values()):
-            session.fail(shutting_down())
-        await self._idle(5.0)
+        """Refuse what is new and end what runs; see `Ingress.drain`."""
+        await self.ingress.drain()
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -142,37 +96,12 @@ class GatewayService:
         if (known := self._identities.get(key_hash, self._clock())) is not None:
             return known
         asked, changes = self._clock(), self._identities.changes
-        reply = await self._ask_policy(
-            subjects.POLICY_AUTHENTICATE, Authenticate(key_hash=key_hash), Identity | Refusal
-        )
-        identity: Identity = reply
+        identity: Identity = await self._ask_identity(key_hash)
         self._identities.put(key_hash, identity, asked, changes)
         return identity
 
-    def require_open(self) -> None:
-        """Raises Unavailable while the gateway drains."""
-        if self.draining:
-            raise shutting_down()
-
     async def open(self, plan: RequestPlan, key_hash: bytes, *, span: Span, arrived: float) -> Session:
-        """Admit a request and submit it.
-
-        Raises what policy's refusal says, or Unavailable when it does not answer or the gateway drains. From the return
-        on the session owns `span` and the reservation.
-        """
-        self.require_open()
-        self._opening += 1
-        try:
-            session = await self._admit(plan, key_hash, span, arrived)
-        finally:
-            self._opening -= 1
-            self._settled.set()
-        session.start()
-        if self.draining:  # since; it holds a reservation now, and ends like any other
-            session.fail(shutting_down())
-        return session
-
-    async def _admit(self, plan: RequestPlan, key_hash: bytes, span: Span, arrived: float) -> Session:
+        """Admit a client's request and submit it; raises and gives away as `Ingress.open` does."""
         admit = Admit(
             request_id=new_request_id(),
             key_hash=key_hash,
@@ -180,110 +109,38 @@ class GatewayService:
             num_prompt_tokens=len(plan.prompt),
             max_tokens=plan.sampling.max_tokens,
         )
-        span.set_attribute(a.REQUEST_ID, admit.request_id)
-        granted: Granted = await self._ask_policy(subjects.POLICY_ADMIT, admit, Granted | Refusal)
-        grant: Grant = decode(granted.grant.payload, Grant)
-        if grant.request_id != admit.request_id:
-            raise ProtocolError("policy granted another request")
-        span.set_attribute(a.CLASS, grant.klass)
-        session = Session(
-            plan,
-            granted.grant,
-            grant,
-            bus=self._bus,
-            config=self.config,
-            tracer=self.telemetry.tracer,
-            token_bytes=self._token_bytes,
-            span=span,
-            arrived=arrived,
-            term=self._term,
-            on_settled=self._forget,
-            clock=self._clock,
-        )
-        self.sessions[session.request_id] = session
-        return session
+        return await self.ingress.open(plan, subjects.POLICY_ADMIT, admit, span=span, arrived=arrived)
 
-    async def _ask_policy(self, subject: str, message: msgspec.Struct, reply_type: Any) -> Any:
-        reply = await self._bus.request(subject, message, reply_type, timeout_s=self.config.hop_timeout_s)
-        self.liveness.heard_service("policy", self._clock())
-        if isinstance(reply, Refusal):
-            raise from_wire(reply.error)
-        return reply
+    async def _ask_identity(self, key_hash: bytes) -> Any:
+        ask = Authenticate(key_hash=key_hash)
+        return await self.ingress.ask_policy(subjects.POLICY_AUTHENTICATE, ask, Identity | Refusal)
 
     async def check_policy(self) -> None:
         """Ask policy something, if it was not heard lately, so that `liveness` knows."""
-        if self.liveness.alive("policy", self._clock()):
+        if self.ingress.liveness.alive("policy", self._clock()):
             return
         with suppress(BatonError):
-            await self._ask_policy(
-                subjects.POLICY_AUTHENTICATE, Authenticate(key_hash=PROBE_KEY_HASH), Identity | Refusal
-            )
+            await self._ask_identity(PROBE_KEY_HASH)
 
     def checks(self) -> dict[str, bool]:
         """What `/ready` depends on."""
-        wanted = self.liveness.checks(self._clock(), token_wanted=bool(self.config.probe_key))
-        return {**wanted, "bus": self._bus.connected, "accepting": not self.draining}
+        wanted = self.ingress.liveness.checks(self._clock(), token_wanted=bool(self.config.probe_key))
+        return {**wanted, "bus": self._bus.connected, "accepting": not self.ingress.draining}
 
     def load(self) -> dict[str, Any]:
-        """What runs where, for `./baton status`."""
-        own = {"id": self.config.ingress_id, "requests": len(self.sessions), "draining": self.draining}
-        return {"gateway": own, **self.cluster.body(self._clock())}
+        """What runs where and what is ready, for `./baton status`, `./baton top` and the console."""
+        ingress = self.ingress
+        own = {"id": ingress.config.ingress_id, "requests": len(ingress.sessions), "draining": ingress.draining}
+        return {"gateway": own, "checks": self.checks(), **self.cluster.body(self._clock())}
 
     # ------------------------------------------------------------------------------------------ news
 
-    def _on_frame(self, delivery: Delivery) -> None:
-        frame: StreamFrame = delivery.message
-        now = self._clock()
-        self.liveness.heard_worker(frame.worker, now)
-        for record in frame.records:
-            session = self.sessions.get(record.attempt.request_id)
-            if session is not None:
-                session.apply(session.stream.on_record(frame.worker, record, now))
-                self.liveness.token_seen |= bool(record.token_ids)
-            elif record.finish:
-                self._run(self._acknowledge(frame.worker, record.attempt))
-        if frame.listing:
-            self._on_listing(frame, now)
-
-    def _on_listing(self, frame: StreamFrame, now: float) -> None:
-        held = {entry.attempt.request_id: entry for entry in frame.held}
-        for request_id, session in list(self.sessions.items()):
-            if session.stream.worker == frame.worker or request_id in held:
-                session.apply(session.stream.on_listing(frame.worker, held.get(request_id), now))
-
-    async def _on_event(self, delivery: Delivery) -> EventsSeen:
-        event: Placed | PlacementRefused | WorkerLost = delivery.message
-        now = self._clock()
-        if isinstance(event, WorkerLost):
-            for session in list(self.sessions.values()):
-                session.apply(session.stream.on_worker_lost(event.worker, now))
-        elif (owner := self.sessions.get(event.attempt.request_id)) is None:
-            if isinstance(event, Placed):  # its client left while it was queued
-                self._run(self._cancel(event.decode_worker, event.attempt))
-        elif isinstance(event, Placed):
-            owner.apply(owner.stream.on_placed(event, now))
-        else:
-            owner.apply(owner.stream.on_placement_refused(event.attempt, event.error, now))
-        return EventsSeen(number=event.number)
-
-    def _on_scheduler_beat(self, delivery: Delivery) -> None:
-        beat: SchedulerBeat = delivery.message
-        now = self._clock()
-        self.liveness.heard_service("scheduler", now)
-        self.cluster.on_scheduler_beat(beat, now)
-        if beat.term <= self._term:
-            return
-        self._term = beat.term
-        for session in list(self.sessions.values()):
-            session.apply(session.stream.on_scheduler_term(beat.term, now))
-
-    def _on_worker_beat(self, delivery: Delivery) -> None:
-        beat: WorkerBeat = delivery.message
-        now = self._clock()
-        self.liveness.heard_worker(beat.worker, now)
-        if beat.pool == self.config.pool:
-            self.liveness.heard_service(beat.role, now)
+    def _on_beat(self, beat: SchedulerBeat | WorkerBeat, now: float) -> None:
+        if isinstance(beat, WorkerBeat):
             self.cluster.on_worker_beat(beat, now)
+        else:
+            self.cluster.on_scheduler_beat(beat, now)
+        self.cluster.forget_old(now)
 
     def _on_policy_event(self, delivery: Delivery) -> None:
         self._identities.on_event(delivery.message)
@@ -293,79 +150,9 @@ class GatewayService:
         if delivery.subject != subjects.trace(batch.service):
             log.warning("spans of %s on %s dropped", batch.service, delivery.subject)
             return
-        self.liveness.heard_service(batch.service, self._clock())
-        self.traces.add(batch.spans)
+        self.ingress.liveness.heard_service(batch.service, self._clock())
+        # roots tell whose a request was, so nobody may pass a span off as another service's
+        self.traces.add(span for span in batch.spans if span.service == batch.service)
 
-    # ------------------------------------------------------------------------------------------ clockwork
-
-    async def _tick(self) -> None:
-        now = self._clock()
-        self.liveness.forget_old(now)
-        self.cluster.forget_old(now)
-        for session in list(self.sessions.values()):
-            worker = session.stream.worker
-            seen = self.liveness.worker_seen(worker)
-            session.tick(now, seen)
-            if worker and seen is not None and now - seen > QUIET_S and worker not in self._asked:
-                self._asked.add(worker)
-                self._run(self._ask_quiet(worker))
-
-    async def _beat(self) -> None:
-        self._beats += 1
-        beat = GatewayBeat(ingress_id=self.config.ingress_id, number=self._beats, requests=tuple(self.sessions))
-        with suppress(BatonError):
-            await self._bus.publish(subjects.gateway_beat(self.config.ingress_id), beat)
-
-    async def _every(self, period_s: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        while True:
-            try:
-                await work()
-            except Exception:
-                log.exception("periodic work failed")
-            await asyncio.sleep(period_s)
-
-    async def _idle(self, limit_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while self.sessions or self._opening:
-                    self._settled.clear()
-                    await self._settled.wait()
-
-    def _forget(self, session: Session) -> None:
-        self.sessions.pop(session.request_id, None)
-        self._settled.set()
-
-    async def _ask_quiet(self, worker: WorkerId) -> None:
-        """A dead process has no subscription, which the bus tells at once: no need to wait for the lease to end.
-
-        An answer proves nothing, as the engine is another thread; then silence is judged by time.
-        """
-        try:
-            await self._bus.request(
-                subjects.decode(worker, "ack"), FinalAck(attempts=()), FinalAcked, timeout_s=WORKER_REPLY_S
-            )
-        except Unavailable as exc:
-            if exc.code == NO_RESPONDERS:
-                log.warning("worker %s is gone", worker)
-                for session in list(self.sessions.values()):
-                    session.apply(session.stream.on_worker_lost(worker, self._clock()))
-        finally:
-            self._asked.discard(worker)
-
-    async def _acknowledge(self, worker: WorkerId, attempt: Attempt) -> None:
-        message = FinalAck(attempts=(attempt,))
-        await self._bus.request(subjects.decode(worker, "ack"), message, FinalAcked, timeout_s=WORKER_REPLY_S)
-
-    async def _cancel(self, worker: WorkerId, attempt: Attempt) -> None:
-        message = Cancel(attempt=attempt, reason="over")
-        await self._bus.request(subjects.decode(worker, "cancel"), message, Cancelled, timeout_s=WORKER_REPLY_S)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        async def guarded() -> None:
-            otel_context.attach(otel_context.Context())  # not a part of the request that happened to start it
-            with suppress(BatonError):
-                await work
-
-        task = asyncio.create_task(guarded())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _on_ingress_beat(self, delivery: Delivery) -> None:
+        self.cluster.on_ingress_beat(delivery.message, self._clock())

@@ -6,7 +6,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling of one choice. Checked by `services/gateway` before it is built; the engine trusts it.
+    """Sampling of one choice. Checked by `shared/ingress` before it is built; the engine trusts it.
 
     temperature 0 is greedy. top_k 0 and top_p 1 switch those filters off. `seed` is the 64-bit seed, minted by
     the gateway when the client gave none: the Gumbel noise is a pure function of (seed, absolute position, token id).

@@ -45,6 +45,7 @@ from shared.text.stream_effects import (
 FindStop = Callable[[int, int, Sequence[int]], int | None]
 """(choice, first_seq, new token ids) -> how many output tokens the choice keeps if a stop string is complete."""
 NO_TERM = Term(0)
+FIRST_EPOCH = Epoch(1)
 
 
 class StreamCommit:
@@ -58,6 +59,7 @@ class StreamCommit:
         budget_s: seconds it may take from then on.
         find_stop: called once with all tokens in order as they are committed; None: no stop strings.
         term: the scheduler's term known at the start; 0: none.
+        epoch: the first one; above every epoch this request had before, if another ingress held it.
     """
 
     def __init__(
@@ -71,13 +73,17 @@ class StreamCommit:
         find_stop: FindStop | None = None,
         rules: StreamRules | None = None,
         term: Term = NO_TERM,
+        epoch: Epoch = FIRST_EPOCH,
     ) -> None:
-        self.attempt = Attempt(request_id, Epoch(1))
+        self.attempt = Attempt(request_id, epoch)
         self.worker = WorkerId("")
         self.placed: Placed | None = None
         """The newest placement told; may lag behind `attempt`, whose dispatch records can raise too."""
         self.term = term
         self.lost = 0
+        """Attempts declared lost, for whatever reason."""
+        self.died = 0
+        """Those of them whose worker died or fell silent, while it ran."""
         self.end: End | None = None
         self.settled = False
         self.totals = Totals()
@@ -88,6 +94,7 @@ class StreamCommit:
         self._deadline = arrived + budget_s
         self._find_stop = find_stop
         self._rules = rules or StreamRules()
+        self._first_epoch = epoch
         self._taken = False
         self._token_in_epoch = False
         self._numerics = ""
@@ -132,7 +139,7 @@ class StreamCommit:
         """
         if self.end is not None or self.worker:
             return []
-        fresh = self.attempt.epoch == 1 and not self._taken
+        fresh = self.attempt.epoch == self._first_epoch and not self._taken
         passing = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and not fresh)
         if not passing or (fresh and now + self._rules.resubmit_s > self._first_until):
             return self._finish("error", error, now)
@@ -165,6 +172,7 @@ class StreamCommit:
         """A worker is gone. Only the decode worker of the current attempt matters here."""
         if self.end is not None or not worker or worker != self.worker:
             return []
+        self.died += 1
         return self._lose("worker lost", now)
 
     # ------------------------------------------------------------------------------------------ worker
@@ -287,6 +295,7 @@ class StreamCommit:
                 return [self._submit(now)]
             return []
         if now - max(self._news_at, worker_seen or 0.0) > self._rules.worker_silence_s:
+            self.died += 1
             return self._lose("no news from the worker", now)
         effects: list[Effect] = []
         for index, choice in enumerate(self._choices):

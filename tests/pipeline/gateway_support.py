@@ -18,7 +18,6 @@ import httpx
 from fastapi import FastAPI
 
 from services.gateway.app import Door, build_app
-from services.gateway.prompt_codec import PromptCodec
 from services.gateway.server import bind, serve
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewayConfig
@@ -34,6 +33,9 @@ from shared.contracts.ids import Dispatch, Incarnation, IngressId, RequestId, Te
 from shared.contracts.message import encode
 from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
 from shared.contracts.tokens import completion_checksum, pack_tokens, unpack_tokens
+from shared.ingress.config import IngressConfig
+from shared.ingress.prompt_codec import PromptCodec
+from shared.ingress.served_models import ServedModel, ServedModels
 from shared.telemetry.setup import Telemetry
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -330,10 +332,10 @@ class Stack:
     async def settled(self, count: int = 1) -> list[m.Settle]:
         """The settlements, once there are `count` and the gateway is idle."""
         for _ in range(200):
-            if len(self.backend.settles) >= count and not self.service.sessions:
+            if len(self.backend.settles) >= count and not self.service.ingress.sessions:
                 break
             await asyncio.sleep(0.02)
-        assert not self.service.sessions
+        assert not self.service.ingress.sessions
         assert len(self.backend.settles) == count
         return self.backend.settles
 
@@ -344,20 +346,22 @@ async def gateway_stack(backend: Backend | None = None, **config: Any) -> AsyncI
     broker = MemoryBroker() if backend is None else backend.broker
     backend = backend or Backend(broker)
     bus = MemoryBus(broker, "gateway")
-    options = {"tick_s": 0.05, "beat_s": 0.05, "drain_s": 0.5, "hop_timeout_s": 2.0, "context": CONTEXT, **config}
-    settings = GatewayConfig(ingress_id=GATEWAY, model=MODEL, **options)
-    codec = PromptCodec(TOKENIZER, settings.context)
+    context = config.pop("context", CONTEXT)
+    http = {name: config.pop(name) for name in ("max_body_bytes", "body_timeout_s", "probe_key") if name in config}
+    options = {"tick_s": 0.05, "beat_s": 0.05, "drain_s": 0.5, "hop_timeout_s": 2.0, **config}
+    settings = GatewayConfig(ingress=IngressConfig(GATEWAY, "gateway", **options), **http)
+    models = ServedModels([ServedModel(MODEL, "default", context, PromptCodec(TOKENIZER, context))])
     async with backend.run(), Telemetry("gateway", bus) as telemetry:
-        async with GatewayService(bus, settings, telemetry, TOKENIZER.token_bytes) as service:
+        async with GatewayService(bus, settings, telemetry, models) as service:
             await asyncio.sleep(0.05)
-            door = Door(service, codec)
+            door = Door(service)
             app = build_app(door)
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
                 yield Stack(app, door, service, backend, client)
         await telemetry.flush()
         await bus.close()
-        codec.close()
+        models.close()
 
 
 @asynccontextmanager
@@ -368,8 +372,8 @@ async def http_stack(
     sock = bind("127.0.0.1", 0)
     if send_buffer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    async with gateway_stack(backend, **config) as stack, serve(stack.app, sock) as port:
-        yield stack, f"http://127.0.0.1:{port}"
+    async with gateway_stack(backend, **config) as stack, serve(stack.app, sock) as listener:
+        yield stack, f"http://127.0.0.1:{listener.port}"
 
 
 def chat(content: Any = "hi", **more: Any) -> dict[str, Any]:

@@ -154,7 +154,7 @@ async def test_a_stream_that_fails_ends_with_an_error_frame_and_without_done() -
     async with gateway_stack(backend) as stack:
         answer = asyncio.create_task(post(stack, "chat/completions", chat(stream=True)))
         await backend.sent()
-        for session in stack.service.sessions.values():
+        for session in stack.service.ingress.sessions.values():
             session.fail(Unavailable("gone", code="worker_lost"))
         got = events(await answer)
         assert got[-1]["error"]["code"] == "worker_lost"
@@ -265,7 +265,7 @@ async def test_ready_needs_everybody_and_a_token_of_the_probe() -> None:
         assert await stack.door.probe()
         ready = await stack.client.get("/ready")
         assert ready.status_code == 200, ready.text
-        stack.service.draining = True
+        stack.service.ingress.draining = True
         assert (await stack.client.get("/ready")).status_code == 503
         response = await post(stack, "completions", completion())
         assert response.status_code == 503
@@ -295,7 +295,7 @@ async def test_trace_headers_of_strangers_stay_out_of_the_log(name: str, caplog:
 
 async def test_a_request_admitted_while_the_gateway_drains_lets_its_reservation_go() -> None:
     async with gateway_stack(drain_s=0.3) as stack:
-        service, ask = stack.service, stack.service._ask_policy
+        service, ask = stack.service, stack.service.ingress.ask_policy
         drains: list[asyncio.Task[None]] = []
 
         async def slow(subject: str, *rest: Any) -> Any:
@@ -306,7 +306,7 @@ async def test_a_request_admitted_while_the_gateway_drains_lets_its_reservation_
                 assert not drains[0].done()
             return reply
 
-        service._ask_policy = slow  # type: ignore[method-assign]
+        service.ingress.ask_policy = slow  # type: ignore[method-assign]
         response = await post(stack, "chat/completions", chat())
         assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
         (settle,) = await stack.settled()

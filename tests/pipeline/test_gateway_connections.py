@@ -153,6 +153,6 @@ async def test_a_client_that_leaves_at_any_point_leaves_no_session(served: tuple
             await asyncio.sleep(pause)
             writer.transport.abort()
     async with asyncio.timeout(5):
-        while stack.service.sessions:  # noqa: ASYNC110
+        while stack.service.ingress.sessions:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert (await stack.client.get("/health")).status_code == 200

@@ -72,7 +72,7 @@ async def test_a_broken_stream_raises_in_the_client() -> None:
     backend = Backend(MemoryBroker(), hold=asyncio.Event())
     async with http_stack(backend) as (stack, url), client(url, strict=False) as ai:
         stream = await ai.completions.create(model=MODEL, prompt="hi", stream=True)
-        for session in stack.service.sessions.values():
+        for session in stack.service.ingress.sessions.values():
             session.fail(Unavailable("gone", code="worker_lost"))
         with pytest.raises(openai.APIError):
             _ = [chunk async for chunk in stream]

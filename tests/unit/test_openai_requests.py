@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from services.gateway.openai_schema import ChatRequest, CompletionRequest
-from services.gateway.parse import parse_chat, parse_completion
-from services.gateway.request_plan import make_plan
 from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.contracts.grants import Limits
 from shared.contracts.ids import TenantId
 from shared.contracts.messages import Identity
+from shared.ingress.openai_schema import ChatRequest, CompletionRequest
+from shared.ingress.parse import parse_chat, parse_completion
+from shared.ingress.request_plan import make_plan
 
 USER = {"role": "user", "content": "hi"}
 IDENTITY = Identity(tenant=TenantId("t"), key_id="k", default_max_tokens=100)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.gateway.parse import parse_chat, parse_completion
-from services.gateway.prompt_codec import SHORT_BODY_BYTES, PromptCodec
 from shared.contracts.errors import ContextExceeded, InvalidInput, SettingsError
+from shared.ingress.parse import parse_chat, parse_completion
+from shared.ingress.prompt_codec import SHORT_BODY_BYTES, PromptCodec
 from shared.text.tokenizer import Tokenizer
 from tests.tiny_tokenizer import tiny_tokenizer, tokenizer_json
 

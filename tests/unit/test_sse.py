@@ -9,8 +9,8 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from services.gateway.chunks import DONE, Choice, ChunkWriter, Usage, error_frame, whole_body
-from services.gateway.errors import error_body, error_headers
+from services.gateway.chunks import DONE, ChunkWriter, error_frame
+from services.gateway.errors import error_headers
 from shared.contracts.errors import (
     BatonError,
     BodyTooLarge,
@@ -22,6 +22,8 @@ from shared.contracts.errors import (
     Unauthenticated,
     Unavailable,
 )
+from shared.ingress.completion_body import Choice, Usage, whole_body
+from shared.ingress.error_body import error_body
 
 USAGE = Usage(5, 2, 3)
 

@@ -121,6 +121,34 @@ def test_a_lost_worker_raises_the_epoch_cancels_the_old_attempt_and_goes_on_with
     assert stream.on_record(W2, record(2, [9], epoch=2), 3.1) == [Commit(0, 2, [9])]
 
 
+def test_deaths_of_the_worker_are_told_from_other_losses() -> None:
+    stream = running()
+    stream.on_listing(W1, None, 1.0)
+    stream.on_listing(W1, None, 4.0)  # it forgot the attempt
+    assert (stream.lost, stream.died) == (1, 0)
+    stream.on_placed(placed(2, 1, W2), 5.0)
+    stream.on_worker_lost(W1, 5.0)
+    assert (stream.lost, stream.died) == (1, 0)
+    stream.on_worker_lost(W2, 5.0)
+    assert (stream.lost, stream.died) == (2, 1)
+    stream.on_placed(placed(3, 1, W1), 6.0)
+    stream.on_tick(30.0, None)  # silent
+    assert (stream.lost, stream.died) == (3, 2)
+
+
+def test_a_later_session_of_a_request_starts_above_its_earlier_epochs() -> None:
+    stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=100.0, epoch=Epoch(17))
+    assert stream.start(0.0) == [SubmitAttempt(attempt(17, 0), PROMPT, 3, 0.0)]
+    assert kinds(stream.on_placed(placed(16, 9, W1), 0.1)) == ["SendCancel"]
+    assert not stream.worker
+    # it is fresh like any first submit: an overload ends it
+    (end, settle) = stream.on_submit_failed(Overloaded("full"), 0.2)
+    assert isinstance(end, End)
+    assert isinstance(settle, SettleRequest)
+    assert isinstance(end.error, Overloaded)
+    assert settle.attempt.epoch == 17
+
+
 def test_losing_a_prefill_worker_changes_nothing() -> None:
     stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=100.0)
     stream.start(0.0)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from services.gateway.openai_schema import (
+from shared.contracts.errors import InvalidInput
+from shared.ingress.openai_schema import (
     CHAT_NEUTRAL,
     COMPLETIONS_NEUTRAL,
     MESSAGE_NEUTRAL,
@@ -16,7 +17,6 @@ from services.gateway.openai_schema import (
     CompletionRequest,
     drop_neutral,
 )
-from shared.contracts.errors import InvalidInput
 
 MAX_PARAM_CHARS = 100
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

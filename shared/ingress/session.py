@@ -1,26 +1,24 @@
-"""One request in flight: drives its `StreamCommit`, carries out what that asks for, keeps the text until it is sent."""
+"""One request in flight: drives its `StreamCommit`, does what that asks, keeps its text until it is taken."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
-from services.gateway.choice_text import ChoiceText
-from services.gateway.chunks import Usage
-from services.gateway.request_plan import RequestPlan
-from services.gateway.settings import GatewayConfig
 from shared.bus.bus import Bus
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError, Unavailable, from_wire
 from shared.contracts.grants import Grant, SignedGrant
-from shared.contracts.ids import Term
+from shared.contracts.ids import Epoch, Term
 from shared.contracts.messages import (
     Cancel,
     Cancelled,
@@ -36,18 +34,36 @@ from shared.contracts.messages import (
     Submit,
 )
 from shared.contracts.tokens import pack_tokens
+from shared.ingress.choice_text import ChoiceText
+from shared.ingress.completion_body import Usage
+from shared.ingress.config import IngressConfig
+from shared.ingress.request_plan import RequestPlan
+from shared.ingress.served_models import ServedModel
 from shared.telemetry import attributes as a
 from shared.telemetry.token_timings import TokenTimings
 from shared.text import stream_effects as fx
 from shared.text.stream_choice import StreamRules
 from shared.text.stream_commit import StreamCommit
 
-log = logging.getLogger("baton.gateway")
+log = logging.getLogger("baton.ingress")
 
 WORKER_REPLY_S = 1.0
 SETTLE_TRIES = 8
 SETTLE_PAUSE_S = 0.5
 _CHUNK_BYTES = 256  # of a delta's JSON around its text
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHooks:
+    """What an ingress does with a request beside sending it to a client.
+
+    `before_settle` is awaited once the request has ended, before anything is settled, and says what is billed; compute
+    is booked in any case. When it raises, nothing is settled. `on_died` is called each time a worker died while it ran
+    the request, with how often that happened in this session.
+    """
+
+    before_settle: Callable[[Session], Awaitable[Usage]]
+    on_died: Callable[[int], None]
 
 
 class Session:
@@ -58,6 +74,7 @@ class Session:
     Args:
         span: the root span; ended here.
         arrived: when the request arrived, monotonic seconds.
+        epoch: the first one; above every epoch the request had in earlier sessions.
         on_settled: called once, when nothing more is to be done.
     """
 
@@ -67,17 +84,20 @@ class Session:
         signed: SignedGrant,
         grant: Grant,
         *,
+        model: ServedModel,
         bus: Bus,
-        config: GatewayConfig,
+        config: IngressConfig,
         tracer: Tracer,
-        token_bytes: Callable[[int], bytes],
         span: Span,
         arrived: float,
         term: Term,
+        epoch: Epoch,
         on_settled: Callable[[Session], None],
+        hooks: SessionHooks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
+        self.model = model
         self.request_id = grant.request_id
         self.created = int(time.time())
         self.stream = StreamCommit(
@@ -88,7 +108,12 @@ class Session:
             find_stop=self._find_stop,
             rules=StreamRules(worker_silence_s=config.worker_silence_s, first_submit_s=config.submit_s),
             term=term,
+            epoch=epoch,
         )
+        self.booked = asyncio.Event()
+        """The settlement was taken by the bus; not set when it could not be, or was not to be."""
+        self.over = asyncio.Event()
+        """Nothing more is to be done."""
         self.aborted = asyncio.Event()
         """The client is too slow: stop sending, close the connection."""
         self._signed = signed
@@ -97,9 +122,9 @@ class Session:
         self._clock = clock
         self._span = span
         self._context = trace.set_span_in_context(span)
-        self._stream_span = tracer.start_span("gateway.stream", context=self._context)
+        self._stream_span = tracer.start_span(f"{config.service}.stream", context=self._context)
         self._timings = TokenTimings(arrived)
-        self._text = ChoiceText(token_bytes, plan.stops)
+        self._text = ChoiceText(model.codec.tokenizer.token_bytes, plan.stops)
         self._unsent: list[str] = []
         self._unsent_bytes = 0
         self._sent_bytes = 0
@@ -107,6 +132,8 @@ class Session:
         self._news = asyncio.Event()
         self._taken_at = clock()
         self._replays = 0
+        self._died = 0
+        self._hooks = hooks
         self._on_settled = on_settled
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -151,7 +178,7 @@ class Session:
         self.apply(self.stream.on_client_gone(reason, self._clock()))
 
     def fail(self, error: BatonError) -> None:
-        """End it with an error of the gateway's own."""
+        """End it with an error of the ingress's own."""
         self.apply(self.stream.on_error(error, self._clock()))
 
     def tick(self, now: float, worker_seen: float | None) -> None:
@@ -200,6 +227,9 @@ class Session:
         else:
             for ack in acks:
                 self._run(self._acknowledge(ack))
+        if self._hooks is not None and self.stream.died > self._died:
+            self._died = self.stream.died
+            self._hooks.on_died(self._died)
 
     def _find_stop(self, choice: int, first_seq: int, token_ids: Any) -> int | None:
         return self._text.push(token_ids)
@@ -235,7 +265,7 @@ class Session:
             age_s=effect.age_s,
             numerics=effect.numerics,
         )
-        subject = subjects.sched_submit(self._config.pool)
+        subject = subjects.sched_submit(self.model.pool)
         error: BatonError | None = None
         term = Term(0)
         try:
@@ -289,11 +319,15 @@ class Session:
 
     async def _close(self, settle: fx.SettleRequest, acks: list[fx.AckFinal]) -> None:
         try:
+            if self._hooks is not None:
+                settle = _billed(settle, await self._hooks.before_settle(self))
             await self._publish_settlement(settle)
+            self.booked.set()
             for ack in acks:
                 await self._acknowledge(ack)
         finally:
             self._end_root_span(settle)
+            self.over.set()
             self._on_settled(self)
 
     async def _publish_settlement(self, settle: fx.SettleRequest) -> None:
@@ -345,3 +379,12 @@ class Session:
         if error is not None:
             span.set_status(Status(StatusCode.ERROR))
         span.end()
+
+
+def _billed(settle: fx.SettleRequest, usage: Usage) -> fx.SettleRequest:
+    return msgspec.structs.replace(
+        settle,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )

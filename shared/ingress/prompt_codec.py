@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import TypeVar
 
-from services.gateway.openai_schema import ChatRequest, GenerationRequest
 from shared.contracts.errors import ContextExceeded, InvalidInput
+from shared.ingress.openai_schema import ChatRequest, GenerationRequest
 from shared.text.chat_prompt import encode_chat
 from shared.text.chat_template import check_template
 from shared.text.tokenizer import Tokenizer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.gateway.openai_schema import ChatRequest, GenerationRequest
 from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.contracts.messages import Identity
 from shared.contracts.sampling import SamplingParams
+from shared.ingress.openai_schema import ChatRequest, GenerationRequest
 
 DEFAULT_MAX_TOKENS = 1024
 _U64 = 2**64 - 1

@@ -1,0 +1,58 @@
+"""The JSON body of an answer that is not streamed, and the parts every form of answer shares. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One whole output."""
+
+    text: str
+    finish: str
+
+
+def response_id(kind: str, request_id: str) -> str:
+    """The id clients see: the request id with OpenAI's prefix, so that a trace can be found by it."""
+    return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id.removeprefix('req-')}"
+
+
+def whole_body(
+    kind: str, request_id: str, model: str, created: int, choices: Sequence[Choice], usage: Usage
+) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    listed: list[dict[str, Any]] = []
+    for index, choice in enumerate(choices):
+        common = {"index": index, "logprobs": None, "finish_reason": choice.finish}
+        if kind == "chat":
+            listed.append(common | {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
+        else:
+            listed.append(common | {"text": choice.text})
+    return {
+        "id": response_id(kind, request_id),
+        "object": "chat.completion" if kind == "chat" else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": listed,
+        "usage": usage.body(),
+    }
