@@ -1,10 +1,11 @@
-"""How a process tells whoever started it that it is ready: a file that appears all at once."""
+"""How a process tells whoever started it that it is ready, or why it can't be: a file that appears all at once."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,14 @@ def report_ready(env: Mapping[str, str] | None = None, **facts: Any) -> None:
         write_atomic(Path(path), json.dumps({"pid": os.getpid(), **facts}).encode())
 
 
+def report_failed(message: str, env: Mapping[str, str] | None = None) -> None:
+    """Tell in the same file that this process can't start, in one sentence for people."""
+    with suppress(OSError):  # the failure goes on being the news
+        report_ready(env, error=message)
+
+
 def read_ready(path: Path) -> dict[str, Any] | None:
-    """What a process reported, or None while it has not."""
+    """What a process reported, or None while it has not; with `error` when it can't start."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
         return found

@@ -29,11 +29,15 @@ import uvloop
 from shared.bus.nats_bus import NatsBus, connect_bus
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.logs import set_up_logs
-from shared.lifecycle.ready import READY_VARIABLE, read_ready, report_ready
+from shared.lifecycle.ready import READY_VARIABLE, read_ready, report_failed, report_ready
 from shared.lifecycle.stop import stop_on_signals
 from shared.settings.load import load_settings, settings_file
 from shared.settings.sections import Settings
 from shared.store.secrets import read_secret, read_secret_text, secret_path
+from shared.telemetry.metrics import Metrics
+from shared.telemetry.metrics_server import serve_metrics
+from shared.telemetry.process_metrics import process_metrics
+from shared.telemetry.setup import Telemetry, setup_telemetry
 
 log = logging.getLogger("baton.lifecycle")
 
@@ -46,7 +50,8 @@ class Runtime:
     """One service's surroundings while it runs.
 
     `service` is the name of the NATS user and of `service.name` (with hyphens). `stop` is set by SIGTERM, SIGINT, or
-    when the bus gives up. What `main` enters into `stack` is left before the bus closes.
+    when the bus gives up. What `main` enters into `stack` is left before the bus closes. `metrics` are served on
+    `metrics_port` (0: they are not).
     """
 
     service: str
@@ -55,11 +60,14 @@ class Runtime:
     stop: asyncio.Event
     stack: AsyncExitStack
     env: Mapping[str, str]
+    telemetry: Telemetry
+    metrics: Metrics
+    metrics_port: int
 
     def ready(self, **facts: Any) -> None:
         """Tell whoever started this process that it is ready; `facts` such as `port=8080` go along."""
         log.info("ready%s", "".join(f" {name}={value}" for name, value in facts.items()))
-        report_ready(self.env, **facts)
+        report_ready(self.env, metrics_port=self.metrics_port, **facts)
 
     @property
     def superseded(self) -> bool:
@@ -91,8 +99,13 @@ async def service_runtime(service: str, env: Mapping[str, str] | None = None) ->
         password = read_secret_text(Path(env[NATS_PASSWORD_VARIABLE]))
     async with AsyncExitStack() as outer:
         bus = await outer.enter_async_context(connect_bus(settings.bus.nats_url, service, password=password, lost=stop))
+        telemetry = await outer.enter_async_context(setup_telemetry(service, bus, settings.telemetry.otlp_endpoint))
+        metrics, port = process_metrics(service, settings, bus, telemetry), 0
+        if settings.metrics.enabled:
+            listener = serve_metrics(metrics, settings.metrics.host, settings.metrics.port)
+            port = await outer.enter_async_context(listener)
         stack = await outer.enter_async_context(AsyncExitStack())
-        yield Runtime(service, settings, bus, stop, stack, env)
+        yield Runtime(service, settings, bus, stop, stack, env, telemetry, metrics, port)
         log.info("stopping")
 
 
@@ -107,6 +120,7 @@ def run_service(service: str, main: Callable[[Runtime], Awaitable[None]]) -> Non
         uvloop.run(whole())
     except BatonError as exc:
         print(f"{service}: {exc.message}", file=sys.stderr, flush=True)
+        report_failed(exc.message)
         sys.exit(EXIT_SETTINGS if isinstance(exc, SettingsError) else EXIT_FAILED)
     except Exception:
         logging.getLogger("baton.lifecycle").exception("%s failed", service)

@@ -17,7 +17,11 @@ from shared.settings.toml_lines import key_lines
 SCHEMA = 1
 CONFIG_VARIABLE = "BATON_CONFIG"
 CONFIG_NAME = "baton.toml"
-SHORT_NAMES = {"NATS_URL": "bus.nats_url", "REDIS_URL": "store.redis_url"}
+SHORT_NAMES = {
+    "NATS_URL": "bus.nats_url",
+    "REDIS_URL": "store.redis_url",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "telemetry.otlp_endpoint",
+}
 """Variables other tools use too. `BATON_<SECTION>_<FIELD>` wins over them."""
 
 ROOT = Path(__file__).resolve().parents[2]

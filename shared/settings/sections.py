@@ -118,6 +118,27 @@ class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity written")
 
 
+class MetricsSettings(Section):
+    """Prometheus metrics: every process serves `/metrics` on a listener of its own."""
+
+    enabled: bool = Field(True, description="serve metrics")
+    host: str = Field("127.0.0.1", description="address to listen on; not the clients' door")
+    port: int = Field(
+        0, ge=0, le=65535, description="TCP port; 0 takes a free one; `./baton up` counts on from it, one a process"
+    )
+    tenant_labels: bool = Field(False, description="tell tenants apart in policy's token counters")
+
+
+class TelemetrySettings(Section):
+    """Traces."""
+
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="trace collector, OTLP over HTTP, such as http://127.0.0.1:4318; empty: none",
+    )
+
+
 class Settings(BaseModel):
     """All sections."""
 
@@ -134,6 +155,8 @@ class Settings(BaseModel):
     store: StoreSettings = StoreSettings()
     workers: WorkersSettings = WorkersSettings()
     log: LogSettings = LogSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -68,8 +68,8 @@ Kind = Literal["counter", "gauge", "histogram"]
 class Metric:
     """One metric. A counter's name gets `_total` when it is exposed.
 
-    `labels` maps a label to its closed set of values; () where a process names the value itself. `buckets` are a histogram's upper
-    edges, without infinity. `services` are those that expose it.
+    `labels` maps a label to its closed set of values; () where a process names the value itself. `buckets` are a
+    histogram's upper edges, without infinity. `services` are those that expose it.
     """
 
     name: str

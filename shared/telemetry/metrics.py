@@ -37,7 +37,7 @@ class Metrics:
     """
 
     def __init__(self, service: str, *, models: Iterable[str] = (), tenant_labels: bool = False) -> None:
-        prometheus_client.disable_created_metrics()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._models = tuple(models)
         self._bound: dict[str, str] = {"model_name": self._models[0] if self._models else ""}
@@ -56,6 +56,7 @@ class Metrics:
     def bind(self, **labels: str) -> None:
         """Values this process gives its open labels, such as `engine`, from now on."""
         self._bound.update(labels)
+        self._zeroed = False
 
     def before_scrape(self, read: Callable[[], None]) -> None:
         """Call `read` before every exposition: it sets gauges from what is true then."""
@@ -79,6 +80,14 @@ class Metrics:
         child = self._child(metric, labels)
         if isinstance(child, Gauge):
             child.set(value)
+
+    def only(self, metric: Metric, value: float, /, **labels: str) -> None:
+        """Set a gauge to one series, dropping those it had: for facts told by labels."""
+        family = self._families[metric.name]
+        if isinstance(family, Gauge):
+            family.clear()
+            self._children = {key: child for key, child in self._children.items() if key[0] != metric.name}
+            self.set(metric, value, **labels)
 
     def observe(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Enter a value into a histogram."""

@@ -27,9 +27,13 @@ ANSWER_S = 5.0
 
 @asynccontextmanager
 async def serve_metrics(metrics: Metrics, host: str, port: int) -> AsyncIterator[int]:
-    """Answer scrapes while the block runs; yields the port. Raises SettingsError when it cannot listen there."""
+    """Answer scrapes while the block runs; yields the port. Raises SettingsError when it cannot listen there.
+
+    A port that was asked for is shared with other processes of this user: in a rolling restart two have it for a while.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server((host, port), family=family, reuse_port=port != 0)
     except OSError as exc:
         raise SettingsError(
             f"cannot serve metrics on {host} port {port}: {exc.strerror}; choose another port (0 takes a free one)",

@@ -1,4 +1,5 @@
-"""OpenTelemetry for one service: a tracer whose finished spans travel to the gateways over the bus.
+"""OpenTelemetry for one service: a tracer whose finished spans travel to the gateways over the bus, and, if one is
+set, to a collector.
 
 Lossy by design: spans wait in a bounded queue and are dropped, counted, when the bus cannot take them. Ending a span
 costs one append; nothing blocks and nothing is sent from the thread that ends it.
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 from opentelemetry import trace
@@ -27,6 +29,9 @@ from shared.contracts.messages import SpanBatch
 from shared.contracts.parts import SpanRecord
 from shared.telemetry.span_record import to_record
 
+if TYPE_CHECKING:
+    from shared.telemetry.otlp import OtlpExport
+
 log = logging.getLogger("baton.telemetry")
 
 FLUSH_S = 0.25
@@ -41,7 +46,9 @@ class SpanQueue(SpanProcessor):
         self._service = service
         self._spans: deque[SpanRecord] = deque(maxlen=capacity)
         self.ended = 0
-        """Spans ever ended; those neither taken nor queued were dropped."""
+        """Spans ever ended."""
+        self.dropped = 0
+        """Spans that were pushed out by newer ones."""
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         return None
@@ -50,6 +57,7 @@ class SpanQueue(SpanProcessor):
         record = to_record(span, self._service)
         if record is not None:
             self.ended += 1
+            self.dropped += len(self._spans) == self._spans.maxlen
             self._spans.append(record)
 
     def shutdown(self) -> None:
@@ -70,17 +78,26 @@ class SpanQueue(SpanProcessor):
 class Telemetry:
     """A service's tracer and the task that ships its spans; an async context manager while there is a bus.
 
+    Args:
+        otlp_endpoint: a trace collector that gets the spans too; empty: none.
+
     Attributes:
         tracer: use this one, so that several services in one process keep their names apart.
+        unsent: spans the bus did not take.
+        otlp: the way to the collector, if there is one.
     """
 
-    def __init__(self, service: str, bus: Bus | None) -> None:
+    def __init__(self, service: str, bus: Bus | None, otlp_endpoint: str = "") -> None:
         self.service = service
         self.queue = SpanQueue(service)
+        self.unsent = 0
         self._bus = bus
         self._task: asyncio.Task[None] | None = None
         provider = TracerProvider(resource=Resource({SERVICE_NAME: service}), shutdown_on_exit=False)
         provider.add_span_processor(self.queue)
+        self.otlp = _open_otlp(otlp_endpoint) if otlp_endpoint else None
+        if self.otlp is not None:
+            provider.add_span_processor(self.otlp)
         self.provider = provider
         self.tracer: Tracer = provider.get_tracer("baton")
 
@@ -98,6 +115,8 @@ class Telemetry:
                 await self._task
             self._task = None
         await self.flush()
+        if self.otlp is not None:
+            await asyncio.to_thread(self.otlp.stop)
 
     async def flush(self) -> None:
         """Send what is queued now; what cannot be sent is dropped."""
@@ -114,15 +133,23 @@ class Telemetry:
         try:
             await bus.publish(subjects.trace(self.service), batch)
         except BatonError as exc:
+            self.unsent += len(spans)
             log.debug("%d spans dropped: %s", len(spans), exc.message)
 
 
-def setup_telemetry(service: str, bus: Bus | None = None) -> Telemetry:
+def _open_otlp(endpoint: str) -> OtlpExport:
+    # Imported only where it is used: it takes a tenth of a second, and most stacks have no collector.
+    from shared.telemetry.otlp import OtlpExport
+
+    return OtlpExport(endpoint)
+
+
+def setup_telemetry(service: str, bus: Bus | None = None, otlp_endpoint: str = "") -> Telemetry:
     """Telemetry of `service` (its name in `subjects.SERVICES`). Enter it to ship spans over `bus`.
 
     The first call in a process also becomes the global provider, for code that asks OpenTelemetry for a tracer.
     """
-    telemetry = Telemetry(service, bus)
+    telemetry = Telemetry(service, bus, otlp_endpoint)
     if isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
         trace.set_tracer_provider(telemetry.provider)
     return telemetry

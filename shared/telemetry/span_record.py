@@ -45,16 +45,17 @@ def to_record(span: ReadableSpan, service: str) -> SpanRecord | None:
         trace_id=f"{context.trace_id:032x}",
         span_id=f"{context.span_id:016x}",
         parent_id="" if span.parent is None else f"{span.parent.span_id:016x}",
-        name=_safe_name(span.name),
+        name=safe_name(span.name),
         service=service,
         start_ns=span.start_time,
         end_ns=span.end_time,
         status="" if code is StatusCode.UNSET else code.name.lower(),
         attributes=redact(span.attributes or {}),
-        events=tuple((_safe_name(event.name), event.timestamp) for event in span.events[:MAX_EVENTS]),
+        events=tuple((safe_name(event.name), event.timestamp) for event in span.events[:MAX_EVENTS]),
         links=tuple(f"{link.context.trace_id:032x}" for link in span.links),
     )
 
 
-def _safe_name(name: str) -> str:
+def safe_name(name: str) -> str:
+    """A span's or event's name, if it is one of ours by its looks; else `other`."""
     return name if _NAME.fullmatch(name) else "other"
