@@ -1,3 +1,3 @@
 """Fixture modules shared by all tests."""
 
-pytest_plugins = ["tests.model_fixtures", "tests.servers", "tests.skip_policy"]
+pytest_plugins = ["tests.model_fixtures", "tests.servers", "tests.skip_policy", "tests.stack.fixtures"]

@@ -12,6 +12,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 import h11
 import uvicorn
@@ -111,16 +112,32 @@ def allow_many_files() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises SettingsError when the address cannot be had."""
+    """A listening socket. Raises SettingsError when the address cannot be had.
+
+    The port is shared with other gateways of this user, as in a rolling restart: the kernel deals connections out.
+    """
     try:
-        return socket.create_server((host, port), backlog=BACKLOG, reuse_port=False)
+        return socket.create_server((host, port), backlog=BACKLOG, reuse_port=True)
     except OSError as exc:
         raise SettingsError(f"cannot listen on {host}:{port}: {exc.strerror}", param="gateway.port") from exc
 
 
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A server that takes connections at `port`."""
+
+    port: int
+    _server: _Server
+
+    def stop_listening(self) -> None:
+        """Leave new connections to others on the same port; those that are open go on."""
+        for server in self._server.servers:
+            server.close()
+
+
 @asynccontextmanager
-async def serve(app: FastAPI, sock: socket.socket) -> AsyncIterator[int]:
-    """Serve `app` on `sock` while the block runs; yields the port."""
+async def serve(app: FastAPI, sock: socket.socket) -> AsyncIterator[Listener]:
+    """Serve `app` on `sock` while the block runs."""
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -136,7 +153,7 @@ async def serve(app: FastAPI, sock: socket.socket) -> AsyncIterator[int]:
     task = asyncio.create_task(server.serve([sock]))
     try:
         await server.up.wait()
-        yield sock.getsockname()[1]
+        yield Listener(sock.getsockname()[1], server)
     finally:
         server.should_exit = True
         await task
