@@ -3,23 +3,38 @@
 A service may publish exactly what the table says it sends, subscribe to exactly what it receives and its own reply
 inbox, and answer what it was asked. Of JetStream it may reach its own streams, consumers and leases. What is not listed
 is denied, `$SYS.>`, `$JS.API.>` and foreign inboxes included.
+
+Services share one account. Each tenant has an account of its own with one user, into which nothing is imported but its
+own three subjects: a subject, an inbox or a reply of another tenant does not exist there. JetStream is not enabled in
+it; lines cross into the services' account, where a stream takes them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.bus.envelope import MAX_PAYLOAD_BYTES, inbox_prefix
-from shared.bus.streams import LEASE_BUCKET, stream_name
+from shared.bus.envelope import INBOX_PREFIX, MAX_PAYLOAD_BYTES, inbox_prefix
+from shared.bus.streams import LEASE_BUCKET, SUBMIT_HOP, stream_name, submit_stream
 from shared.contracts import subjects
-from shared.contracts.subjects import HOPS, SERVICES, WORKERS, Hop
+from shared.contracts.errors import InvalidInput
+from shared.contracts.ids import TenantId, is_id
+from shared.contracts.subjects import ADMIN, HOPS, SERVICES, TENANT, WORKERS, Hop
 
 MAX_MEMORY_BYTES = 256 * 1024 * 1024
-MAX_FILE_BYTES = 2 * 1024 * 1024 * 1024
+MAX_FILE_BYTES = 4 * 1024 * 1024 * 1024
+"""Disk for all streams. A server changes it only by a new start, so it has room for some 200 tenants' lines."""
 ANSWER_EXPIRES = "10m"
 """How long a service may take to answer a request: longer than any hop's time-out."""
+MAX_TENANT_CONNECTIONS = 64
+
+ACCOUNT = "BATON"
+"""The services' account. Tenants' accounts go by the tenants' ids, which have no capital letters."""
+USERS = (*SERVICES, ADMIN)
+"""The users of the services' account."""
+TENANT_TOKEN = len(subjects.batch_submit(TenantId("x")).split("."))
+"""Which token of a tenant's subjects names it, from 1."""
 
 OWN_NAME_HOPS = ("trace", "audit")
 """Hops whose last token is the sender: a service may only speak in its own name."""
@@ -35,15 +50,17 @@ class Permissions:
     answers: bool
 
 
-def permissions(service: str) -> Permissions:
-    """The permissions of one service's user."""
+def permissions(service: str, tenants: Sequence[TenantId] = ()) -> Permissions:
+    """The permissions of one service's user; `tenants`: those with a user of their own."""
     publish: list[str] = []
     subscribe = [f"{inbox_prefix(service)}.>"]
     for hop in HOPS:
         if service in hop.senders:
             publish.append(_sent_by(service, hop))
-        if service in hop.receivers and hop.kind == "stream":
-            publish += _consuming(service, stream_name(hop.name))
+        if service in hop.receivers and hop.name == SUBMIT_HOP:
+            publish += [subject for tenant in tenants for subject in _consuming(service, submit_stream(tenant))]
+        elif service in hop.receivers and hop.kind == "stream":
+            publish += _consuming(service, stream_name(hop.name), own=hop.senders == (service,))
         elif service in hop.receivers:
             subscribe.append(hop.pattern)
     if service in LEASE_HOLDERS:
@@ -52,31 +69,84 @@ def permissions(service: str) -> Permissions:
     return Permissions(_unique(publish), _unique(subscribe), answers)
 
 
-def nats_config(passwords: Mapping[str, str]) -> str:
+def tenant_permissions(tenant: TenantId) -> Permissions:
+    """The permissions of a tenant's user: submit, ask for results, hear of finished lines. Raises InvalidInput."""
+    check_tenant(tenant)
+    publish = [_of(hop, tenant) for hop in HOPS if TENANT in hop.senders]
+    subscribe = [_of(hop, tenant) for hop in HOPS if TENANT in hop.receivers]
+    return Permissions(tuple(publish), (*subscribe, f"{tenant_inbox(tenant)}.>"), answers=False)
+
+
+def tenant_user(tenant: TenantId) -> str:
+    """The NATS user of a tenant; a prefix keeps a tenant called `policy` apart from the service."""
+    return f"tenant-{tenant}"
+
+
+def tenant_inbox(tenant: TenantId) -> str:
+    """The reply inbox of a tenant's user."""
+    return f"{INBOX_PREFIX}tenant_{tenant}"
+
+
+def check_tenant(tenant: str) -> TenantId:
+    """`tenant`, if it may stand in a subject. Raises InvalidInput naming it."""
+    if not is_id(tenant):
+        raise InvalidInput(f"tenant {tenant!r} is not of the form [a-z0-9-]{{1,40}}", param="tenant")
+    return TenantId(tenant)
+
+
+def nats_config(passwords: Mapping[str, str], tenants: Mapping[TenantId, str] | None = None) -> str:
     """The text of a nats-server configuration file, JSON being a subset of its format.
 
     Address, port, store and ports file are the starter's business: flags of nats-server.
 
     Args:
-        passwords: one for each of SERVICES.
+        passwords: one for each of USERS.
+        tenants: the password of each tenant with a user of its own.
+
+    Raises InvalidInput when a tenant's id may not stand in a subject.
     """
+    tenants = tenants or {}
+    ids = [check_tenant(tenant) for tenant in sorted(tenants)]
+    services = {
+        "jetstream": "enabled",
+        "users": [_user(user, passwords[user], permissions(user, ids)) for user in USERS],
+        "exports": [{kind: hop.pattern, "account_token_position": TENANT_TOKEN} for kind, hop in _crossing()],
+    }
     config = {
         "max_payload": MAX_PAYLOAD_BYTES,
         "jetstream": {"max_mem": MAX_MEMORY_BYTES, "max_file": MAX_FILE_BYTES},
-        "authorization": {"users": [_user(service, passwords[service]) for service in SERVICES]},
+        "accounts": {ACCOUNT: services, **{tenant: _account(tenant, tenants[tenant]) for tenant in ids}},
     }
     return json.dumps(config, indent=2) + "\n"
 
 
-def _user(service: str, password: str) -> dict[str, object]:
-    allowed = permissions(service)
+def _account(tenant: TenantId, password: str) -> dict[str, object]:
+    return {
+        "users": [_user(tenant_user(tenant), password, tenant_permissions(tenant))],
+        "imports": [{kind: {"account": ACCOUNT, "subject": _of(hop, tenant)}} for kind, hop in _crossing()],
+        "limits": {"max_connections": MAX_TENANT_CONNECTIONS},
+    }
+
+
+def _crossing() -> list[tuple[str, Hop]]:
+    """Hops between tenants and services, each with the kind of export NATS has for it: what tenants publish, and
+    may get an answer to, is a `service`; what they hear a `stream`."""
+    sent = [("service", hop) for hop in HOPS if TENANT in hop.senders]
+    return sent + [("stream", hop) for hop in HOPS if TENANT in hop.receivers]
+
+
+def _of(hop: Hop, tenant: TenantId) -> str:
+    return hop.pattern.replace("*", tenant)
+
+
+def _user(name: str, password: str, allowed: Permissions) -> dict[str, object]:
     rules: dict[str, object] = {
         "publish": {"allow": list(allowed.publish)},
         "subscribe": {"allow": list(allowed.subscribe)},
     }
     if allowed.answers:
         rules["allow_responses"] = {"max": 1, "expires": ANSWER_EXPIRES}
-    return {"user": service, "password": password, "permissions": rules}
+    return {"user": name, "password": password, "permissions": rules}
 
 
 def _sent_by(service: str, hop: Hop) -> str:
@@ -85,17 +155,20 @@ def _sent_by(service: str, hop: Hop) -> str:
     return {"trace": subjects.trace, "audit": subjects.audit}[hop.name](service)
 
 
-def _consuming(service: str, stream: str) -> list[str]:
+def _consuming(service: str, stream: str, own: bool = False) -> list[str]:
     """Make the consumer named after the service, pull from it, acknowledge; make the stream too, unless a worker.
+    Of a stream that is its `own`, spoken and heard by nobody else, it may have any consumers, and drop them.
 
     NATS checks nobody's permission for the subjects a stream takes: who makes one could read everything.
     """
     make = [] if service in WORKERS else [f"$JS.API.STREAM.CREATE.{stream}"]
+    consumer = "*" if own else service
     return [
         *make,
-        f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{service}",
-        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{service}",
-        f"$JS.ACK.{stream}.{service}.>",
+        f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{consumer}",
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}",
+        f"$JS.ACK.{stream}.{consumer}.>",
+        *([f"$JS.API.CONSUMER.DELETE.{stream}.{consumer}"] if own else []),
     ]
 
 

@@ -31,6 +31,7 @@ SECRET_FILES: dict[str, dict[str, Callable[[Credentials], Path]]] = {
     },
     "batch": {
         "BATON_MASTER_KEY_FILE": lambda c: c.master_key,
+        "BATON_QUEUE_TENANTS_FILE": lambda c: c.queue_tenants,
         "BATON_REDIS_PASSWORD_FILE": lambda c: c.redis_password,
     },
     "prefill": {"BATON_GRANT_PUBLIC_KEY_FILE": lambda c: c.grant_public_key},

@@ -140,6 +140,8 @@ INGRESS = (*GATEWAY, "batch")
 """Services that hold requests: each has an id, beats, a stream of frames and placement events."""
 TENANT = "tenant"
 """Not a service: a NATS user of a tenant, in an account apart."""
+ADMIN = "admin"
+"""Not a service: the NATS user of the command line on the machine that holds the stack's secrets."""
 WORKERS = ("prefill", "decode")
 SERVICES = (*INGRESS, "policy", "scheduler", "prefix-cache-index", *WORKERS)
 """The service names of subjects, NATS users and `service.name`: ids, so with hyphens."""
@@ -187,9 +189,7 @@ HOPS: tuple[Hop, ...] = (
     Hop("gateway.beat", "publish", ANY_GATEWAY_BEAT, INGRESS, (*GATEWAY, "scheduler", *WORKERS), m.GatewayBeat),
     Hop("index.match", "request", INDEX_MATCH, ("scheduler",), ("prefix-cache-index",), m.Match, m.Matched | m.Refusal),
     Hop("index.extend", "request", INDEX_EXTEND, WORKERS, ("prefix-cache-index",), m.Extend, m.Extended | m.Refusal),
-    Hop(
-        "index.purge", "request", INDEX_PURGE, ("admin",), ("prefix-cache-index",), m.Purge, m.PurgeReceipt | m.Refusal
-    ),
+    Hop("index.purge", "request", INDEX_PURGE, (ADMIN,), ("prefix-cache-index",), m.Purge, m.PurgeReceipt | m.Refusal),
     Hop("index.replay", "publish", f"{PREFIX}.index.replay.*", ("prefix-cache-index",), WORKERS, m.Replay),
     Hop("index.events", "publish", ANY_INDEX_EVENTS, WORKERS, ("prefix-cache-index",), m.BlockEvents),
     Hop(
