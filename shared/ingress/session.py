@@ -9,14 +9,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode, Tracer
 
 from shared.bus.bus import Bus
 from shared.contracts import subjects
-from shared.contracts.errors import BatonError, Unavailable, from_wire
+from shared.contracts.errors import BatonError, from_wire
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import Epoch, Term
 from shared.contracts.messages import (
@@ -39,6 +38,7 @@ from shared.ingress.completion_body import Usage
 from shared.ingress.config import IngressConfig
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModel
+from shared.ingress.settlement import publish_settlement
 from shared.telemetry import attributes as a
 from shared.telemetry.token_timings import TokenTimings
 from shared.text import stream_effects as fx
@@ -48,8 +48,6 @@ from shared.text.stream_commit import StreamCommit
 log = logging.getLogger("baton.ingress")
 
 WORKER_REPLY_S = 1.0
-SETTLE_TRIES = 8
-SETTLE_PAUSE_S = 0.5
 _CHUNK_BYTES = 256  # of a delta's JSON around its text
 
 
@@ -57,12 +55,12 @@ _CHUNK_BYTES = 256  # of a delta's JSON around its text
 class SessionHooks:
     """What an ingress does with a request beside sending it to a client.
 
-    `before_settle` is awaited once the request has ended, before anything is settled, and says what is billed; compute
-    is booked in any case. When it raises, nothing is settled. `on_died` is called each time a worker died while it ran
-    the request, with how often that happened in this session.
+    `before_settle` is awaited once the request has ended, with what is about to be settled, and returns what shall be:
+    `unbilled` of it books only the compute. When it raises, nothing is settled. `on_died` is called each time a worker
+    died while it ran the request, with how often that happened in this session.
     """
 
-    before_settle: Callable[[Session], Awaitable[Usage]]
+    before_settle: Callable[[Session, Settle], Awaitable[Settle]]
     on_died: Callable[[int], None]
 
 
@@ -318,19 +316,6 @@ class Session:
         await self._bus.request(subject, FinalAck(attempts=(effect.attempt,)), FinalAcked, timeout_s=WORKER_REPLY_S)
 
     async def _close(self, settle: fx.SettleRequest, acks: list[fx.AckFinal]) -> None:
-        try:
-            if self._hooks is not None:
-                settle = _billed(settle, await self._hooks.before_settle(self))
-            await self._publish_settlement(settle)
-            self.booked.set()
-            for ack in acks:
-                await self._acknowledge(ack)
-        finally:
-            self._end_root_span(settle)
-            self.over.set()
-            self._on_settled(self)
-
-    async def _publish_settlement(self, settle: fx.SettleRequest) -> None:
         message = Settle(
             attempt=settle.attempt,
             grant=self._signed,
@@ -340,15 +325,17 @@ class Session:
             finish=settle.finish,
             compute=settle.compute,
         )
-        message_id = f"{self.request_id}-{settle.attempt.epoch}-settle"
-        for turn in range(1, SETTLE_TRIES + 1):
-            try:
-                await self._bus.publish_durable(subjects.POLICY_SETTLE, message, message_id=message_id)
-                return
-            except Unavailable:
-                if turn == SETTLE_TRIES:  # the reservation expires at policy
-                    raise
-                await asyncio.sleep(SETTLE_PAUSE_S * turn)
+        try:
+            if self._hooks is not None:
+                message = await self._hooks.before_settle(self, message)
+            await publish_settlement(self._bus, message)
+            self.booked.set()
+            for ack in acks:
+                await self._acknowledge(ack)
+        finally:
+            self._end_root_span(message)
+            self.over.set()
+            self._on_settled(self)
 
     # ------------------------------------------------------------------------------------------ spans
 
@@ -361,7 +348,7 @@ class Session:
         span.set_attribute(a.LOST_WORKERS, self.stream.lost)
         span.end()
 
-    def _end_root_span(self, settle: fx.SettleRequest) -> None:
+    def _end_root_span(self, settle: Settle) -> None:
         span, end, placed = self._span, self.stream.end, self.stream.placed
         span.set_attributes(self._timings.summary())
         span.set_attribute(a.PROMPT_TOKENS, len(self.plan.prompt))
@@ -379,12 +366,3 @@ class Session:
         if error is not None:
             span.set_status(Status(StatusCode.ERROR))
         span.end()
-
-
-def _billed(settle: fx.SettleRequest, usage: Usage) -> fx.SettleRequest:
-    return msgspec.structs.replace(
-        settle,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
