@@ -13,10 +13,11 @@ from shared.engine.step_plan import ScheduledSequence
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
-def make_tiny_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def make_tiny_model(folder: Path, *, seed: int = 0, shards: str = "5GB", **changes: Any) -> Path:
     """Write a random Llama checkpoint: 4 layers, 4 query and 2 KV heads of 16, vocabulary 320, unless changed.
 
-    Weights are larger than a fresh model's, so that logits differ clearly and errors show.
+    Weights are larger than a fresh model's, so that logits differ clearly and errors show. `shards` is the largest
+    file, such as "200KB": then there are several and an index.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,7 +41,9 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
-    model.to(settings["dtype"]).save_pretrained(folder, safe_serialization=True)
+            elif name.endswith("bias"):  # zero in a fresh model
+                parameter.normal_(std=0.5)
+    model.to(settings["dtype"]).save_pretrained(folder, safe_serialization=True, max_shard_size=shards)
     return folder
 
 

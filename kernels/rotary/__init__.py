@@ -8,14 +8,19 @@ from torch import Tensor
 from kernels.rotary import reference
 
 
-def rotary_table(head_dim: int, theta: float, num_positions: int, dtype: torch.dtype) -> Tensor:
+def rotary_table(frequencies: Tensor, num_positions: int, dtype: torch.dtype, attention_factor: float = 1.0) -> Tensor:
     """cos and signed sin of every position's angles: [num_positions, 2, head_dim].
 
-    The angles are float32 whatever `dtype` is, as in the checkpoints' own code: position * theta^(-2i / head_dim).
+    Args:
+        frequencies: [head_dim / 2], or a row a position, [num_positions, head_dim / 2]; float32, as the angles are,
+            whatever `dtype` is and as in the checkpoints' own code. See `kernels.rotary.frequencies`.
+        attention_factor: multiplies cos and sin.
+
     The result is float64 for float64 and float32 otherwise.
     """
-    assert head_dim % 2 == 0, head_dim
-    return reference.rotary_table(head_dim, theta, num_positions, dtype)
+    assert frequencies.dtype == torch.float32, frequencies.dtype
+    assert frequencies.ndim == 1 or frequencies.shape[0] == num_positions, (frequencies.shape, num_positions)
+    return reference.rotary_table(frequencies, num_positions, dtype, attention_factor)
 
 
 def rotary(x: Tensor, table: Tensor) -> None:

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 
-def rotary_table(head_dim: int, theta: float, num_positions: int, dtype: torch.dtype) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    inverse = 1.0 / (theta**exponents)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)  # [num_positions, head_dim / 2]
-    cos, sin = angles.cos(), angles.sin()
+def rotary_table(frequencies: Tensor, num_positions: int, dtype: torch.dtype, attention_factor: float) -> Tensor:
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies  # [num_positions, head_dim / 2]
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
     return table.to(torch.float64 if dtype == torch.float64 else torch.float32)
 

@@ -87,12 +87,15 @@ class Child:
         return time.monotonic() - self.started
 
     async def wait_ready(self) -> Mapping[str, Any]:
-        """What the child reports. Raises ChildFailed when it ends first or takes too long."""
+        """What the child reports. Raises ChildFailed when it says why it can't start, ends first or takes too long."""
         deadline = self.started + self.spec.start_timeout_s
         while time.monotonic() < deadline:
-            if self.ended.is_set():
+            ended, facts = self.ended.is_set(), self.spec.ready(self.pid)
+            if facts is not None and "error" in facts:
+                raise ChildFailed(self.spec.name, f"cannot start: {facts['error']}", "")
+            if ended:
                 raise self.failure()
-            if (facts := self.spec.ready(self.pid)) is not None:
+            if facts is not None:
                 self.ready = True
                 return facts
             with suppress(TimeoutError):

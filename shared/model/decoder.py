@@ -16,13 +16,14 @@ from kernels.attention import AttentionPlan, attention, plan_attention
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.linear import padded_rows
 from kernels.norm import add_rms_norm, rms_norm
-from kernels.rotary import rotary, rotary_table
+from kernels.rotary import rotary
 from kernels.store_kv import StorePlan, plan_store, store_kv
 from shared.contracts.errors import SettingsError
 from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
 from shared.model.config import ModelConfig, load_config
 from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
+from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -36,17 +37,19 @@ class DecoderLayer:
     ) -> None:
         prefix = f"model.layers.{index}"
 
-        def fused(*names: str) -> Linear:
-            return Linear(method, [weights[f"{prefix}.{name}.weight"] for name in names], tp)
+        def fused(*names: str, bias: bool) -> Linear:
+            biases = [weights[f"{prefix}.{name}.bias"] for name in names] if bias else []
+            return Linear(method, [weights[f"{prefix}.{name}.weight"] for name in names], tp, biases)
 
         self.num_q_heads = tp.local(config.num_q_heads)
         self.num_kv_heads = tp.local(config.num_kv_heads)
         self.head_dim = config.head_dim
         self.scale = config.scale
-        self.qkv = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.o = fused("self_attn.o_proj")
-        self.gate_up = fused("mlp.gate_proj", "mlp.up_proj")
-        self.down = fused("mlp.down_proj")
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qkv = fused(*qkv, bias=config.attention_bias)
+        self.o = fused("self_attn.o_proj", bias=config.attention_bias)
+        self.gate_up = fused("mlp.gate_proj", "mlp.up_proj", bias=config.mlp_bias)
+        self.down = fused("mlp.down_proj", bias=config.mlp_bias)
 
     def attend(self, x: Tensor, table: Tensor, pool: Tensor, stores: StorePlan, plan: AttentionPlan) -> Tensor:
         """Self-attention of normalized rows: [num_tokens, hidden] → the same.
@@ -89,7 +92,7 @@ class Decoder:
         self._final_norm = weights["model.norm.weight"].to(dtype)
         head = self._embedding if config.tied_embeddings else weights["lm_head.weight"]
         self._head = Linear(method, [head], tp)
-        self._rotary = rotary_table(config.head_dim, config.rope_theta, config.max_positions, dtype)
+        self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, groups: tuple[LayerGroup, ...], pools: tuple[Tensor, ...]) -> Tensor:

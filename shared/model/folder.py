@@ -1,4 +1,4 @@
-"""Which files make a model folder, and a quick look at them before anything is started. Without torch."""
+"""Which files make a model folder, and a look at them before anything is started. Without torch."""
 
 from __future__ import annotations
 
@@ -12,29 +12,64 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in order: one file, or those its index names."""
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The file name of each tensor by the folder's index; None when one file holds everything.
+
+    Raises:
+        SettingsError: the index is malformed, or names a file outside the folder.
+    """
     index = folder / INDEX
     if (folder / SINGLE).exists() or not index.exists():
-        return [folder / SINGLE]
+        return None
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+        found = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)["weight_map"]
+    except _Repeated as exc:
+        raise SettingsError(f"{index}: {exc.name}: stands there twice", param=exc.name) from exc
+    except (OSError, ValueError, KeyError, TypeError) as exc:
         raise SettingsError(f"{index} is not an index of weight files", param=INDEX) from exc
-    if any(Path(name).name != name for name in names):
-        raise SettingsError(f"{index} names a file outside its folder", param=INDEX)
-    return [folder / name for name in names]
+    if not isinstance(found, dict) or not found:
+        raise SettingsError(f"{index} is not an index of weight files", param=INDEX)
+    for name, file_name in found.items():
+        if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
+            raise SettingsError(f"{index}: {name}: {file_name!r} is not a safetensors file", param=name)
+        if Path(file_name).name != file_name or "\0" in file_name:
+            raise SettingsError(f"{index}: {name}: {file_name!r} is outside the folder", param=name)
+    return dict(found)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, in order: one file, or those its index names."""
+    names = weight_map(folder)
+    return [folder / name for name in ([SINGLE] if names is None else sorted(set(names.values())))]
 
 
 def check_model_folder(folder: Path, *, weights: bool = True) -> None:
-    """Raise SettingsError, naming file and field, for a folder that can't be served: the configuration is read, of the
-    rest only whether it is there.
+    """Raise SettingsError, naming file and field or tensor, for a folder that can't be served.
 
     Args:
         weights: False when nobody will read them, as with fake workers.
     """
-    load_config(folder)
+    config = load_config(folder)
     wanted = [folder / "tokenizer.json", *(weight_files(folder) if weights else [])]
     for path in wanted:
         if not path.is_file():
             raise SettingsError(f"model folder {folder} has no {path.name}", param=path.name)
+    if weights:
+        from shared.model.checkpoint import check_checkpoint
+
+        check_checkpoint(folder, config)
+
+
+class _Repeated(ValueError):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _Repeated(name)
+        found[name] = value
+    return found

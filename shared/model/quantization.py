@@ -39,6 +39,10 @@ class QuantMethod(Protocol):
         """Join a checkpoint's matrices, each [out_i, in_features], and take this rank's share: [out, in_features]."""
         ...
 
+    def load_bias(self, parts: Sequence[Tensor], tp: TensorParallel) -> Tensor:
+        """Join a checkpoint's biases, each [out_i], and take this rank's share: [out]."""
+        ...
+
     def pack(self, weight: Tensor) -> Any:
         """Bring a loaded weight into the form `apply` wants; the caller drops the plain one."""
         ...
@@ -58,6 +62,9 @@ class Unquantized:
     def load(self, parts: Sequence[Tensor], tp: TensorParallel) -> Tensor:
         return torch.cat([part.to(self.dtype) for part in parts]) if len(parts) > 1 else parts[0].to(self.dtype)
 
+    def load_bias(self, parts: Sequence[Tensor], tp: TensorParallel) -> Tensor:
+        return self.load(parts, tp)
+
     def pack(self, weight: Tensor) -> LinearWeight:
         return pack(weight, self._implementation)
 
@@ -66,11 +73,16 @@ class Unquantized:
 
 
 class Linear:
-    """A linear layer without bias."""
+    """A linear layer: the matrices of `parts` joined, and their biases where there are any."""
 
-    def __init__(self, method: QuantMethod, parts: Sequence[Tensor], tp: TensorParallel) -> None:
+    def __init__(
+        self, method: QuantMethod, parts: Sequence[Tensor], tp: TensorParallel, biases: Sequence[Tensor] = ()
+    ) -> None:
         self._method = method
         self._packed = method.pack(method.load(parts, tp))
+        self._bias = method.load_bias(biases, tp) if biases else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._method.apply(x, self._packed)
+        y = self._method.apply(x, self._packed)
+        # after the product: fused into it, a bias may be rounded otherwise for other row counts
+        return y if self._bias is None else y.add_(self._bias)

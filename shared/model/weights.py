@@ -1,7 +1,4 @@
-"""Read a model folder's safetensors files, checked by name and shape against the configuration.
-
-Knows names, shapes and files; knows nothing about how a weight is used.
-"""
+"""Read the tensors of a model folder's safetensors files. Knows nothing about how a weight is used."""
 
 from __future__ import annotations
 
@@ -11,59 +8,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.contracts.errors import SettingsError
+from shared.model.checkpoint import EMBEDDING, HEAD, broken, check_checkpoint
 from shared.model.config import ModelConfig
 from shared.model.folder import weight_files
 
 _CHUNK_BYTES = 1 << 24
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"
-"""Old checkpoints carry this table; it follows from the configuration."""
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a checkpoint of this model must hold."""
-    hidden, width = config.hidden_size, config.intermediate_size
-    q, kv = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for i in range(config.num_layers):
-        layer = f"model.layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (q, hidden),
-            f"{layer}.self_attn.k_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.v_proj.weight": (kv, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, q),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (width, hidden),
-            f"{layer}.mlp.up_proj.weight": (width, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, width),
-        }
-    return shapes
 
 
 class Weights:
     """The open files of a checkpoint; tensors are read one by one. Use as a context manager.
 
     Raises:
-        SettingsError: a file is missing or broken; a tensor is missing, unexpected or of another shape. Names both.
+        SettingsError: as `check_checkpoint`; and for a head that is not the embedding it should be tied to.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._where = check_checkpoint(folder, config)
         self._stack = ExitStack()
-        self._where: dict[str, tuple[Path, Any]] = {}
+        self._files: dict[Path, Any] = {}
         try:
-            for path in weight_files(folder):
-                self._open(path)
-            self._check(folder, config)
+            for path in dict.fromkeys(self._where.values()):
+                self._files[path] = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            if config.tied_embeddings:
+                self._check_tied()
+        except (SafetensorError, OSError) as exc:
+            self._stack.close()
+            raise broken(path, exc) from exc
         except BaseException:
             self._stack.close()
             raise
@@ -74,43 +50,25 @@ class Weights:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._where.clear()
+        self._files.clear()
         self._stack.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        path, file = self._where[name]
+        if name == EMBEDDING and name not in self._where:
+            name = HEAD  # a tied checkpoint may hold the one matrix under this name alone
+        path = self._where[name]
         try:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = self._files[path].get_tensor(name)
         except (SafetensorError, OSError) as exc:
-            raise _broken(path, exc) from exc
-        if not tensor.is_floating_point():
-            raise SettingsError(f"{path}: {name}: dtype {tensor.dtype} is not supported", param=name)
+            raise broken(path, exc) from exc
         return tensor
 
-    def _open(self, path: Path) -> None:
-        try:
-            file = self._stack.enter_context(safe_open(str(path), framework="pt"))
-        except (SafetensorError, OSError) as exc:
-            raise _broken(path, exc) from exc
-        for name in file.keys():  # noqa: SIM118 - the file is not a mapping
-            if name in self._where:
-                raise SettingsError(f"{path}: {name}: is also in {self._where[name][0].name}", param=name)
-            self._where[name] = (path, file)
-
-    def _check(self, folder: Path, config: ModelConfig) -> None:
-        expected = expected_shapes(config)
-        for name, shape in expected.items():
-            if name not in self._where:
-                raise SettingsError(f"{folder}: tensor {name} is missing", param=name)
-            path, file = self._where[name]
-            found = tuple(file.get_slice(name).get_shape())
-            if found != shape:
-                raise SettingsError(f"{path}: {name}: shape {found} should be {shape}", param=name)
-        for name, (path, _) in self._where.items():
-            # a tied checkpoint may still carry its head; it is the embedding
-            tied_head = config.tied_embeddings and name == "lm_head.weight"
-            if name not in expected and not tied_head and not name.endswith(_IGNORED_SUFFIX):
-                raise SettingsError(f"{path}: tensor {name} is not part of this architecture", param=name)
+    def _check_tied(self) -> None:
+        if HEAD in self._where and not torch.equal(self[HEAD], self[EMBEDDING]):
+            raise SettingsError(
+                f"{self._where[HEAD]}: {HEAD}: differs from {EMBEDDING}, though config.json says tie_word_embeddings",
+                param=HEAD,
+            )
 
 
 def model_digest(folder: Path) -> str:
@@ -122,7 +80,7 @@ def model_digest(folder: Path) -> str:
             for chunk in _chunks(path):
                 digest.update(chunk)
         except OSError as exc:
-            raise _broken(path, exc) from exc
+            raise broken(path, exc) from exc
     return str(digest.hexdigest())
 
 
@@ -132,7 +90,3 @@ def _chunks(path: Path) -> Iterator[memoryview]:
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             yield view[:size]
-
-
-def _broken(path: Path, exc: Exception) -> SettingsError:
-    return SettingsError(f"cannot read weights from {path}: {exc}", param=path.name)

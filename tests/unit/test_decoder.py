@@ -23,6 +23,7 @@ from shared.kv.layout import PoolLayout
 from shared.kv.pool import create_pool
 from shared.model.config import layer_groups
 from shared.model.decoder import DTYPES, Decoder, load_decoder
+from shared.model.folder import weight_files
 from tests.tiny_models import GREEDY, make_tiny_model, random_tokens, sequence
 
 LENGTHS = [1, 15, 16, 17, 200]
@@ -35,7 +36,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
     },
     "bfloat16 file": {"dtype": torch.bfloat16, "num_hidden_layers": 2},
+    "shards": {"shards": "200KB", "tie_word_embeddings": False},
+    "biases": {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+    "linear": {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    "dynamic": {"max_position_embeddings": 40, "rope_parameters": {"rope_type": "dynamic", "factor": 6.0}},
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "yarn": {
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
 }
+"""Those with scaled rotary embeddings have an original context below the longest prompt."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -73,9 +92,19 @@ def reference_model(folder: Path, dtype: str) -> Any:
 
 
 def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
+    """[len(token_ids), vocab_size]; with dynamic scaling one token a call once the original context is full."""
+    whole = len(token_ids)
+    if model.config.rope_parameters["rope_type"] == "dynamic":
+        # below the limit, which also brings the frequencies of an earlier call back
+        whole = min(whole, model.config.max_position_embeddings - 1)
+    parts: list[Tensor] = []
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor([token_ids])).logits[0]
-    return logits
+        cache = None
+        for call in (token_ids[:whole], *([token] for token in token_ids[whole:])):
+            output = model(torch.tensor([call]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits[0])
+    return torch.cat(parts)
 
 
 def our_logits(model: Decoder, dtype: str, token_ids: list[int], folder: Path) -> Tensor:
@@ -158,6 +187,10 @@ def greedy_tokens(model: Decoder, prompt: list[int], num_tokens: int, folder: Pa
             start = len(token_ids)
             token_ids += runner.run(StepPlan(step + 1, (planned,))).sampled[0]
     return token_ids
+
+
+def test_a_small_limit_makes_several_files(tmp_path: Path) -> None:
+    assert len(weight_files(make_tiny_model(tmp_path, **VARIANTS["shards"]))) > 2
 
 
 def test_float64_equals_transformers(tiny: Path, tmp_path: Path) -> None:

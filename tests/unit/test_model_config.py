@@ -8,6 +8,7 @@ import pytest
 
 from shared.contracts.errors import SettingsError
 from shared.model.config import layer_groups, load_config, parse_config
+from shared.model.rope import Rope
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,7 +32,7 @@ PATH = Path("model/config.json")
 def test_sizes() -> None:
     config = parse_config(PLAIN, PATH, 2)
     assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
-    assert (config.rope_theta, config.tied_embeddings, config.dtype) == (100000.0, True, "bfloat16")
+    assert (config.rope.theta, config.tied_embeddings, config.dtype) == (100000.0, True, "bfloat16")
     assert config.scale == 0.125
 
 
@@ -46,7 +47,7 @@ def test_sizes() -> None:
 )
 def test_rope_forms(changes: dict[str, Any], theta: float) -> None:
     raw = {k: v for k, v in (PLAIN | changes).items() if not (k == "rope_theta" and v is None)}
-    assert parse_config(raw, PATH).rope_theta == theta
+    assert parse_config(raw, PATH).rope == Rope(theta=theta)
 
 
 @pytest.mark.parametrize(("eos", "ids"), [(None, ()), (2, (2,)), ([2, 5, 2], (2, 5))])
@@ -61,15 +62,27 @@ def test_eos_ids(eos: object, ids: tuple[int, ...]) -> None:
         ({"architectures": None}, "architectures"),
         ({"model_type": "mistral"}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"type": "longrope", "factor": 8.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "rope_scaling.high_freq_factor",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e5}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}}, "rope_parameters.truncate"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 3}}, "rope_parameters.alpha"),
+        ({"rope_parameters": {"rope_theta": 0.5}}, "rope_parameters.rope_theta"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
         ({"num_attention_heads": 7}, "hidden_size"),
         ({"head_dim": 33}, "head_dim"),
+        ({"head_dim": None, "hidden_size": 577}, "hidden_size"),
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
@@ -77,12 +90,29 @@ def test_eos_ids(eos: object, ids: tuple[int, ...]) -> None:
 )
 def test_the_unsupported_is_refused_by_file_and_field(changes: dict[str, Any], field: str) -> None:
     raw = PLAIN | changes
-    if field == "hidden_size":
+    if changes == {"num_attention_heads": 7}:
         raw |= {"num_key_value_heads": 7}
     with pytest.raises(SettingsError) as caught:
         parse_config(raw, PATH)
     assert caught.value.param == field
     assert "config.json" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default"}, 8192),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 8192),
+        ({"rope_type": "linear", "factor": 2.5}, 20480),
+        ({"rope_type": "dynamic", "factor": 2}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 4096}, 8192),
+        ({"rope_type": "yarn", "factor": 2.0}, 16384),
+    ],
+)
+def test_the_context_that_scaling_gives(rope: dict[str, Any], context: int) -> None:
+    assert parse_config(PLAIN | {"rope_parameters": rope}, PATH).max_positions == context
+    assert parse_config(PLAIN | {"rope_scaling": rope}, PATH).max_positions == context
 
 
 def test_eos_outside_the_vocabulary_is_refused() -> None:

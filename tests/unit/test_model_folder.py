@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from shared.contracts.errors import SettingsError
-from shared.model.folder import INDEX, SINGLE, check_model_folder
+from shared.model.folder import INDEX, check_model_folder
+from tests.tiny_models import make_tiny_model
 from tests.unit.test_model_config import PLAIN
 
 
@@ -19,7 +20,23 @@ def fill(folder: Path, *names: str, **changes: object) -> Path:
 
 def test_a_whole_folder_passes_and_fakes_need_no_weights(tmp_path: Path) -> None:
     check_model_folder(fill(tmp_path, "tokenizer.json"), weights=False)
-    check_model_folder(fill(tmp_path, "tokenizer.json", SINGLE))
+    (make_tiny_model(tmp_path / "real", num_hidden_layers=1) / "tokenizer.json").touch()
+    check_model_folder(tmp_path / "real")
+
+
+def test_weights_that_contradict_the_configuration_are_refused_by_file_and_tensor(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, num_hidden_layers=1)
+    (folder / "tokenizer.json").touch()
+    config = json.loads((folder / "config.json").read_text())
+    for changes, words in (
+        ({"intermediate_size": 128}, r"model\.safetensors: model\.layers\.0\.mlp\..*_proj\.weight: shape .* should be"),
+        ({"num_hidden_layers": 2}, r"model\.layers\.1\..*: is missing from model\.safetensors"),
+        ({"attention_bias": True}, r"model\.layers\.0\.self_attn\.q_proj\.bias: is missing"),
+        ({"tie_word_embeddings": False}, r"lm_head\.weight: is missing .*tie_word_embeddings"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(SettingsError, match=words):
+            check_model_folder(folder)
 
 
 def test_a_wrong_folder_is_refused_with_file_and_field(tmp_path: Path) -> None:

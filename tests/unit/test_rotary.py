@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from kernels.rotary import rotary, rotary_table
+from kernels.rotary.frequencies import plain
 
 
 def test_rotates_each_half_pair_by_its_angle() -> None:
     head_dim, theta, position = 8, 10000.0, 5
-    table = rotary_table(head_dim, theta, 10, torch.float64)
+    table = rotary_table(plain(head_dim, theta), 10, torch.float64)
     x = torch.randn(1, 2, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     before = x.clone()
     rotary(x, table[[position]])
@@ -24,7 +25,7 @@ def test_rotates_each_half_pair_by_its_angle() -> None:
 
 
 def test_position_zero_changes_nothing() -> None:
-    table = rotary_table(16, 1e5, 4, torch.float32)
+    table = rotary_table(plain(16, 1e5), 4, torch.float32)
     x = torch.randn(3, 2, 16)
     before = x.clone()
     rotary(x, table[[0, 0, 0]])
@@ -33,7 +34,7 @@ def test_position_zero_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_rows_do_not_depend_on_their_company_in_a_strided_view(dtype: torch.dtype) -> None:
-    table = rotary_table(64, 1e5, 64, dtype)
+    table = rotary_table(plain(64, 1e5), 64, dtype)
     qkv = torch.randn(40, 5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     alone = qkv.clone()
     for i in range(40):

@@ -1,0 +1,116 @@
+"""What a checkpoint must hold, checked by the heads of its files: tensors by name, shape and type. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from shared.contracts.errors import SettingsError
+from shared.model.config import ModelConfig
+from shared.model.folder import INDEX, weight_files, weight_map
+
+EMBEDDING, HEAD = TIED = "model.embed_tokens.weight", "lm_head.weight"
+FLOATS = ("F64", "F32", "F16", "BF16")
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+"""Old checkpoints carry this table; it follows from the configuration."""
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of this model must hold. Of a tied embedding and head, one of the two is enough."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied_embeddings:
+        shapes[HEAD] = (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, width = config.hidden_size, config.intermediate_size
+    q, kv = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+    mlp = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for block, layers, bias in (("self_attn", attention, config.attention_bias), ("mlp", mlp, config.mlp_bias)):
+        for name, shape in layers.items():
+            shapes[f"{block}.{name}.weight"] = shape
+            if bias:
+                shapes[f"{block}.{name}.bias"] = shape[:1]
+    return shapes
+
+
+def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, Path]:
+    """The file of each tensor, after a look at every file's head. Takes well under a second.
+
+    Raises:
+        SettingsError: a file is missing or broken, or does not hold what the index says; a tensor is missing, there
+            twice, not part of the model, or not of the shape the configuration says. Names file and tensor.
+    """
+    where: dict[str, Path] = {}
+    expected = expected_shapes(config)
+    if config.tied_embeddings:
+        expected[HEAD] = expected[EMBEDDING]
+    for path, name, shape, dtype in _tensors(folder):
+        if name in where:
+            raise SettingsError(f"{path}: {name}: is also in {where[name].name}", param=name)
+        where[name] = path
+        if name not in expected:
+            hint = _hint(name, config)
+            raise SettingsError(f"{path}: {name}: is not part of this model{hint}", param=name)
+        if shape != expected[name]:
+            raise SettingsError(f"{path}: {name}: shape {shape} should be {expected[name]} by config.json", param=name)
+        if dtype not in FLOATS:
+            raise SettingsError(f"{path}: {name}: dtype {dtype} is not supported, only {', '.join(FLOATS)}", param=name)
+    for name in expected:
+        if name in where or (config.tied_embeddings and name in TIED and any(other in where for other in TIED)):
+            continue
+        files = ", ".join(path.name for path in weight_files(folder))
+        hint = "; config.json says tie_word_embeddings is false" if name == HEAD else ""
+        raise SettingsError(f"{folder}: {name}: is missing from {files}{hint}", param=name)
+    return where
+
+
+def _tensors(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
+    """(file, name, shape, type) of every tensor that counts, file by file, each file checked against the index."""
+    index = weight_map(folder)
+    for path in weight_files(folder):
+        try:
+            with safe_open(str(path), framework="np") as file:
+                names = list(file.keys())
+                slices = [file.get_slice(name) for name in names]
+                found = [
+                    (path, n, tuple(s.get_shape()), str(s.get_dtype())) for n, s in zip(names, slices, strict=True)
+                ]
+        except (SafetensorError, OSError) as exc:
+            raise broken(path, exc) from exc
+        for name in names:
+            if index is not None and index.get(name) != path.name and not name.endswith(_IGNORED_SUFFIX):
+                says = f"it is in {index[name]}" if name in index else "nothing of it"
+                raise SettingsError(f"{path}: {name}: is here, but {INDEX} says {says}", param=name)
+        for name, file_name in (index or {}).items():
+            if file_name == path.name and name not in names:
+                raise SettingsError(f"{path}: {name}: is missing here, where {INDEX} says it is", param=name)
+        yield from (entry for entry in found if not entry[1].endswith(_IGNORED_SUFFIX))
+
+
+def _hint(name: str, config: ModelConfig) -> str:
+    for block, field, given in (
+        ("self_attn", "attention_bias", config.attention_bias),
+        ("mlp", "mlp_bias", config.mlp_bias),
+    ):
+        if name.endswith(".bias") and f".{block}." in name and not given:
+            return f": config.json says {field} is false"
+    return ""
+
+
+def broken(path: Path, exc: Exception) -> SettingsError:
+    return SettingsError(f"cannot read weights from {path}: {exc}", param=path.name)
