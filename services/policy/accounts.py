@@ -56,7 +56,7 @@ class Accounts:
     async def settle(
         self, tenant: TenantId, limits: Limits, reservation_id: str, settle: m.Settle, now_us: int = 0
     ) -> Booked:
-        """As `ledger.apply` and `quota.settle`, in one step. Safe to repeat."""
+        """As `ledger.apply` and `quota.settle`, in one step; the latter not without a reservation. Safe to repeat."""
         arguments: list[str | bytes | int | float] = [*_head(now_us, limits), reservation_id, LEDGER_ROW_S]
         arguments += [settle.attempt.epoch, settle.prompt_tokens, settle.completion_tokens, settle.cached_tokens]
         arguments.append(settle.finish)
@@ -71,6 +71,10 @@ class Accounts:
         ]
         replaced, change, rows = await self._redis.script(_SETTLE, keys, arguments)
         return Booked(replaced=int(replaced) == 1, token_change=int(change), compute_rows=int(rows))
+
+    async def now_s(self) -> float:
+        """Redis time, unix seconds."""
+        return await self._redis.now_s()
 
     async def row(self, tenant: TenantId, request_id: RequestId) -> dict[str, str]:
         """One request's row as it stands in the ledger; empty when there is none."""

@@ -9,7 +9,9 @@ from services.policy import quota
 from services.policy.tenants import TenantRecord
 from shared.contracts.errors import BatonError, ContextExceeded, InvalidInput, QuotaExceeded, UnknownModel
 from shared.contracts.grants import Grant, Limits, Placement, Scope
-from shared.contracts.messages import Admit
+from shared.contracts.messages import Admit, AdmitTenant
+
+Ask = Admit | AdmitTenant
 
 CLASSES = ("interactive", "analysis", "batch")
 MAX_RESERVED_TOKENS = 100_000_000
@@ -24,12 +26,12 @@ class Terms:
     margin_s: float = 30.0
 
 
-def reserved_tokens(ask: Admit) -> int:
+def reserved_tokens(ask: Ask) -> int:
     """The most a request can come to: its prompt once, and max_tokens for every choice."""
     return ask.num_prompt_tokens + ask.max_tokens * ask.choices
 
 
-def check(ask: Admit, tenant: TenantRecord, limits: Limits) -> str:
+def check(ask: Ask, tenant: TenantRecord, limits: Limits) -> str:
     """The class the request will run in.
 
     Raises InvalidInput naming the field, UnknownModel, or ContextExceeded: before any quota is touched.
@@ -48,7 +50,7 @@ def check(ask: Admit, tenant: TenantRecord, limits: Limits) -> str:
         raise InvalidInput(f"max_tokens is above your limit of {limits.max_output_tokens}", param="max_tokens")
     if reserved_tokens(ask) > MAX_RESERVED_TOKENS:
         raise InvalidInput(f"a request may come to at most {MAX_RESERVED_TOKENS} tokens", param="max_tokens")
-    klass = ask.klass or tenant.klass
+    klass = "batch" if isinstance(ask, AdmitTenant) else ask.klass or tenant.klass
     if klass not in CLASSES:
         raise InvalidInput(f"the class is one of {', '.join(CLASSES)}", param="class")
     return klass
@@ -69,8 +71,11 @@ def refusal(verdict: quota.Verdict, limits: Limits) -> tuple[BatonError, bool]:
     return QuotaExceeded(message, param=verdict.reason, retry_after_s=verdict.retry_us / 1e6), False
 
 
-def make_grant(ask: Admit, tenant: TenantRecord, limits: Limits, klass: str, now_s: float, terms: Terms) -> Grant:
-    """policy's yes. `now_s` is Redis time. The scope comes from the tenant's record alone, never from the request."""
+def make_grant(ask: Ask, tenant: TenantRecord, limits: Limits, klass: str, now_s: float, terms: Terms) -> Grant:
+    """policy's yes. `now_s` is Redis time. The scope comes from the tenant's record alone, never from the request.
+
+    A grant that took nothing from the limits a minute names no reservation.
+    """
     budget_s = terms.budget_s[klass]
     return Grant(
         request_id=ask.request_id,
@@ -78,7 +83,7 @@ def make_grant(ask: Admit, tenant: TenantRecord, limits: Limits, klass: str, now
         scope=Scope(tenant=tenant.id, authorization=(), generation=tenant.generation),
         model=ask.model,
         klass=klass,
-        reservation_id=str(ask.request_id),
+        reservation_id="" if isinstance(ask, AdmitTenant) else str(ask.request_id),
         reserved_tokens=reserved_tokens(ask),
         expires_s=now_s + budget_s + terms.margin_s,
         budget_s=budget_s,

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from opentelemetry import trace
@@ -65,6 +67,7 @@ class PolicyService:
             await bus.consume(SETTLE_STREAM, subjects.POLICY_SETTLE, m.Settle, self.on_settle, durable="policy"),
             await bus.serve(subjects.POLICY_AUTHENTICATE, m.Authenticate, self.authenticate, queue=QUEUE),
             await bus.serve(subjects.POLICY_ADMIT, m.Admit, self.admit, queue=QUEUE),
+            await bus.serve(subjects.POLICY_ADMIT_TENANT, m.AdmitTenant, self.admit_tenant, queue=QUEUE),
         ]
 
     async def stop(self) -> None:
@@ -84,13 +87,22 @@ class PolicyService:
 
     async def admit(self, delivery: Delivery) -> m.Granted | m.Refusal:
         """Grant or refuse. Raises Unavailable when Redis does not answer, or when the asker has gone."""
-        ask: m.Admit = delivery.message
+        return await self._answered(delivery, self._decide)
+
+    async def admit_tenant(self, delivery: Delivery) -> m.Granted | m.Refusal:
+        """The same for batch work, which holds nothing: any number of times, with the same outcome."""
+        return await self._answered(delivery, self._decide_for_tenant)
+
+    async def _answered(
+        self, delivery: Delivery, decide: Callable[[Any, Delivery, Span], Awaitable[m.Granted | m.Refusal]]
+    ) -> m.Granted | m.Refusal:
+        ask: m.Admit | m.AdmitTenant = delivery.message
         with tracer.start_as_current_span("policy.admit", context=delivery.context) as span:
             span.set_attributes({attr.REQUEST_ID: ask.request_id, attr.MODEL: ask.model})
             span.set_attributes({attr.PROMPT_TOKENS: ask.num_prompt_tokens, attr.MAX_TOKENS: ask.max_tokens})
             try:
                 async with self._turns:
-                    return await self._decide(ask, delivery, span)
+                    return await decide(ask, delivery, span)
             except Unavailable as error:
                 span.set_attributes({attr.STATUS: error.code, attr.REASON: error.param or "unavailable"})
                 raise
@@ -159,10 +171,22 @@ class PolicyService:
             # Nobody waits for this grant any more, so nobody would settle it.
             await self._accounts.release(tenant.id, limits, reservation)
             raise
-        grant = admission.make_grant(ask, tenant, limits, klass, now_s, terms)
-        span.set_attributes(
-            {attr.STATUS: "ok", attr.CLASS: klass, attr.RESERVED_TOKENS: tokens, attr.BUDGET_S: grant.budget_s}
-        )
+        return self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, terms), span)
+
+    async def _decide_for_tenant(self, ask: m.AdmitTenant, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:
+        _in_time(delivery)
+        span.set_attribute(attr.TENANT, ask.tenant)
+        tenant = await self._records.tenant(ask.tenant)
+        if tenant is None:
+            raise Forbidden("there is no such tenant", param="tenant", code="unknown_tenant")
+        limits = effective_limits(tenant.limits, self._defaults.limits)
+        klass = admission.check(ask, tenant, limits)
+        now_s = await self._accounts.now_s()
+        return self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, self._defaults.terms), span)
+
+    def _granted(self, grant: Grant, span: Span) -> m.Granted:
+        span.set_attributes({attr.STATUS: "ok", attr.CLASS: grant.klass, attr.BUDGET_S: grant.budget_s})
+        span.set_attribute(attr.RESERVED_TOKENS, grant.reserved_tokens)
         return m.Granted(grant=self._signer.sign(grant))
 
     def _settled_grant(self, settle: m.Settle) -> Grant:

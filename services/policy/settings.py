@@ -17,7 +17,11 @@ def policy_defaults(settings: Settings) -> Defaults:
         "batch": section.batch_budget_s,
     }
     return Defaults(
-        limits=Limits(section.requests_per_minute, section.tokens_per_minute),
+        limits=Limits(
+            requests_per_minute=section.requests_per_minute,
+            tokens_per_minute=section.tokens_per_minute,
+            batch_enqueued_tokens=settings.batch.enqueued_tokens,
+        ),
         max_tokens=section.default_max_tokens,
         terms=Terms(budget_s),
     )

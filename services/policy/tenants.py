@@ -21,6 +21,7 @@ class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     tokens_per_minute: int | None = None
     max_context_tokens: int | None = None
     max_output_tokens: int | None = None
+    batch_enqueued_tokens: int | None = None
 
 
 class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):

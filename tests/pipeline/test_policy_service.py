@@ -31,7 +31,7 @@ from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, InvalidInput, SettingsError, Unavailable, from_wire
-from shared.contracts.grants import Grant, Limits, SignedGrant
+from shared.contracts.grants import Grant, Limits, Scope, SignedGrant
 from shared.contracts.ids import Epoch, RequestId, TenantId, WorkerId
 from shared.contracts.parts import ComputeRow, Totals
 from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
@@ -91,6 +91,16 @@ class World:
         assert isinstance(answer, m.Granted), answer
         return answer
 
+    async def ask_tenant(self, name: str, tenant: TenantId = DEMO, **fields: Any) -> m.Granted | m.Refusal:
+        asked = {"model": "m", "num_prompt_tokens": 10, "max_tokens": 20, **fields}
+        message = m.AdmitTenant(request_id=RequestId(name), tenant=tenant, **asked)
+        return await self.bus.request(subjects.POLICY_ADMIT_TENANT, message, m.Granted | m.Refusal, timeout_s=5.0)
+
+    async def admitted_tenant(self, name: str, tenant: TenantId = DEMO, **fields: Any) -> m.Granted:
+        answer = await self.ask_tenant(name, tenant, **fields)
+        assert isinstance(answer, m.Granted), answer
+        return answer
+
     async def settle(self, name: str, grant: SignedGrant, tokens: int, epoch: int = 1) -> None:
         message = m.Settle(
             attempt=Attempt(RequestId(name), Epoch(epoch)), grant=grant, prompt_tokens=10, completion_tokens=tokens
@@ -138,6 +148,45 @@ async def test_a_grant_is_signed_and_says_what_was_asked(world: World) -> None:
     assert (grant.scope.tenant, grant.scope.authorization, grant.scope.generation) == ("demo", (), 1)
     assert grant.reserved_tokens == 50
     assert abs(grant.expires_s - time.time() - 65.0) < 5.0
+
+
+async def test_batch_work_is_admitted_by_tenant_any_number_of_times_and_holds_nothing(world: World) -> None:
+    await world.admin.set_limits(DEMO, OwnLimits(tokens_per_minute=40, requests_per_minute=1))
+    grants = [opened(await world.admitted_tenant("r1", klass=klass)) for klass in ("batch", "interactive", "")]
+    for grant in grants:
+        assert (grant.request_id, grant.tenant, grant.klass, grant.reservation_id) == ("r1", "demo", "batch", "")
+        assert grant.scope == Scope(tenant=DEMO)
+    assert await world.accounts.quota(DEMO) == {}
+    await world.admitted("r2")  # the limits a minute are untouched
+
+
+async def test_a_batch_settlement_is_booked_and_leaves_the_bucket_alone(world: World) -> None:
+    await world.admin.set_limits(DEMO, OwnLimits(tokens_per_minute=40, requests_per_minute=0))
+    await world.admitted("by-key")
+    before = await world.accounts.quota(DEMO)
+    granted = await world.admitted_tenant("r1")
+    await world.settle("r1", granted.grant, 20, epoch=17)
+    await world.settle("r1", granted.grant, 5, epoch=1)  # of an earlier run, late
+    await until(lambda: _booked(world, "r1", "20"))
+    await asyncio.sleep(0.05)
+    usage = await world.accounts.usage(DEMO)
+    assert (usage["requests"], usage["prompt_tokens"], usage["completion_tokens"]) == ("1", "10", "20")
+    assert await world.accounts.quota(DEMO) == before
+
+
+async def _booked(world: World, name: str, tokens: str) -> bool:
+    return (await world.accounts.row(DEMO, RequestId(name))).get("completion_tokens") == tokens
+
+
+async def test_batch_work_of_unknown_tenants_and_models_is_refused(world: World) -> None:
+    unknown = error_of(await world.ask_tenant("r1", TenantId("nobody")))
+    assert (unknown.status, unknown.code) == (403, "unknown_tenant")
+    await world.bootstrap(tenant_entry("demo", DEMO_HASH, models=["m"]))
+    await world.admitted_tenant("r1")
+    assert error_of(await world.ask_tenant("r1", model="other")).status == 404
+    assert error_of(await world.ask_tenant("r1", max_tokens=0)).param == "max_tokens"
+    await world.admin.set_limits(DEMO, OwnLimits(max_context_tokens=25))
+    assert error_of(await world.ask_tenant("r1")).code == "context_length_exceeded"
 
 
 async def test_two_tenants_get_two_scopes(world: World) -> None:

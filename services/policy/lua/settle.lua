@@ -3,9 +3,11 @@
 -- ARGV: now (0 = server clock), requests per minute, tokens per minute, reservation id, row life (s),
 --       epoch, prompt tokens, completion tokens, cached tokens, finish,
 --       then per compute row: name, account as text, computed tokens, wasted tokens, seconds
+-- An empty reservation id: the request took nothing from the limits a minute, and its bucket is left alone.
 -- Returns {1 if the totals were taken else 0, change of tokens, compute rows taken}, numbers as text.
 local request_limit, token_limit = tonumber(ARGV[2]), tonumber(ARGV[3])
-local state = advance(clock(ARGV[1]), request_limit, token_limit)
+local metered = ARGV[4] ~= ''
+local state = metered and advance(clock(ARGV[1]), request_limit, token_limit) or {at = clock(ARGV[1])}
 local row, usage = KEYS[4], KEYS[5]
 
 -- A higher epoch replaces the totals; an equal or lower one changes nothing.
@@ -43,12 +45,16 @@ local function take_compute()
   return taken
 end
 
-release(state, ARGV[4])
+if metered then
+  release(state, ARGV[4])
+end
 local replaced, change = take_totals()
 local computed = take_compute()
 redis.call('EXPIRE', row, ARGV[5])
-if token_limit > 0 then
-  state.tokens = math.min(MAX_LEVEL, math.max(0, state.tokens + change * MINUTE_US))
+if metered then
+  if token_limit > 0 then
+    state.tokens = math.min(MAX_LEVEL, math.max(0, state.tokens + change * MINUTE_US))
+  end
+  save(state)
 end
-save(state)
 return {whole(replaced), whole(change), whole(computed)}
