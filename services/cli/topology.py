@@ -117,7 +117,7 @@ def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str
         child_env.pop("BATON_REDIS_PASSWORD_FILE", None)
         if "BATON_REDIS_PASSWORD_FILE" in SECRET_FILES.get(service, {}) and env.get("BATON_REDIS_PASSWORD_FILE"):
             child_env["BATON_REDIS_PASSWORD_FILE"] = env["BATON_REDIS_PASSWORD_FILE"]
-    stop_s = plan.settings.gateway.shutdown_s + 5.0 if service == "gateway" else 15.0
+    stop_s = plan.settings.gateway.shutdown_s + 7.0 if service == "gateway" else 15.0
     return ChildSpec(
         name=name,
         command=(sys.executable, "-m", f"services.{service.replace('-', '_')}"),

@@ -50,7 +50,7 @@ async def main(runtime: Runtime) -> None:
 async def _drain(runtime: Runtime, listener: Listener, service: GatewayService) -> None:
     """New requests go to a successor if there is one, else they are refused; streams finish meanwhile."""
     if runtime.superseded:
-        listener.stop_listening()
+        await listener.hand_over()
     await service.drain()
 
 

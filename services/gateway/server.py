@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.gateway.errors import http_body
@@ -24,6 +25,7 @@ from shared.contracts.errors import SettingsError
 
 STOP_S = 3
 """What connections may still take after the drain, seconds."""
+KEPT_S = 1.0
 BACKLOG = 1024
 KEEP_ALIVE_S = 75
 HEAD_S = 15.0
@@ -122,17 +124,39 @@ def bind(host: str, port: int) -> socket.socket:
         raise SettingsError(f"cannot listen on {host}:{port}: {exc.strerror}", param="gateway.port") from exc
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Listener:
     """A server that takes connections at `port`."""
 
     port: int
     _server: _Server
+    _leaving: bool = False
 
-    def stop_listening(self) -> None:
-        """Leave new connections to others on the same port; those that are open go on."""
+    async def hand_over(self) -> None:
+        """Leave new connections to another process on the same port.
+
+        Kept connections have KEPT_S for one more request each, whose answer closes them; then the silent ones are
+        closed. What is being answered goes on.
+        """
+        self._leaving = True
         for server in self._server.servers:
             server.close()
+        await asyncio.sleep(KEPT_S)
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
+
+    def closing(self, app: ASGIApp) -> ASGIApp:
+        """`app`, whose answers close their connections once it hands over."""
+
+        async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            async def sending(message: Message) -> None:
+                if self._leaving and message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                await send(message)
+
+            await app(scope, receive, sending)
+
+        return wrapped
 
 
 @asynccontextmanager
@@ -150,10 +174,12 @@ async def serve(app: FastAPI, sock: socket.socket) -> AsyncIterator[Listener]:
         timeout_graceful_shutdown=STOP_S,
     )
     server = _Server(config)
+    listener = Listener(sock.getsockname()[1], server)
+    config.app = listener.closing(app)
     task = asyncio.create_task(server.serve([sock]))
     try:
         await server.up.wait()
-        yield Listener(sock.getsockname()[1], server)
+        yield listener
     finally:
         server.should_exit = True
         await task
