@@ -14,6 +14,7 @@ from shared.engine.worker_shell import WorkerShell
 from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, SinkEffect, TurnLocal
 from shared.kv.transfer import PullResult, Transport
 from shared.telemetry import attributes as a
+from shared.telemetry import metric_names as names
 
 log = logging.getLogger("baton.decode")
 
@@ -52,6 +53,7 @@ class HandoffIn:
                     log.info("%s goes on locally from token %d: %s", held.attempt.request_id, num_tokens, reason)
                     self._run_from(held, num_tokens, reason)
                 case Closed():
+                    self._count(held, "closed")
                     self._end_span(held, "closed")
                     self._unpin(held)
 
@@ -84,6 +86,7 @@ class HandoffIn:
             result = PullResult(error=f"pull_failed: {type(exc).__name__}")
         stats.seconds += self._shell.clock() - started
         stats.num_bytes += result.num_bytes
+        self._shell.metrics.inc(names.HANDOFF_BYTES, result.num_bytes)
         stats.blocks += len(pull.items) - len(result.bad) if not result.error else 0
         stats.mismatches += len(result.bad)
         if held.sink is not None:
@@ -98,11 +101,24 @@ class HandoffIn:
             batcher.release(seq_id)
 
         self._shell.post(release)
+        self._count(held, "local" if reason else "done", reason)
         held.local_reason = reason
         held.kv_ready_at = self._shell.clock()
         self._end_span(held, reason)
         self._unpin(held)
         self._settled(held)
+
+    def _count(self, held: Held, outcome: str, reason: str = "") -> None:
+        """Enter a hand-off that is over; `reason` may have details behind a colon."""
+        if held.pulls.counted:
+            return
+        held.pulls.counted = True
+        metrics = self._shell.metrics
+        metrics.inc(names.HANDOFFS, outcome=outcome)
+        if outcome == "local":
+            metrics.inc(names.HANDOFF_FAILURES, reason=reason.partition(":")[0])
+        if held.pulls.num_bytes:
+            metrics.observe(names.HANDOFF_SECONDS, held.pulls.seconds)
 
     def _unpin(self, held: Held) -> None:
         if held.pinned:

@@ -28,6 +28,8 @@ LISTING_GRACE_S = 2.0
 """A beat this soon after the reservation may have been sent before the request existed."""
 LISTING_MISSES = 2
 """Beats in a row that must lack a request before it is dropped."""
+INGRESS_SILENT = "ingress_silent"
+"""Reason of a `Drop` when the ingress has made no beat for its lease."""
 
 
 class Kind(Enum):
@@ -220,7 +222,7 @@ class ReservationTable:
         effects: list[Effect] = []
         for ingress in tuple(self._ingress.values()):
             if now - ingress.last_beat >= self._ingress_lease_s:
-                effects += [self._drop(self._held[r], "ingress_silent") for r in tuple(ingress.requests)]
+                effects += [self._drop(self._held[r], INGRESS_SILENT) for r in tuple(ingress.requests)]
         for requests in tuple(self._waiting.values()):
             for request_id in tuple(requests):
                 held = self._held[request_id]

@@ -16,7 +16,6 @@ from shared.engine.worker_shell import WorkerShell
 from shared.lifecycle.runtime import Runtime
 from shared.security.grant_signature import GrantVerifier, load_public_keys
 from shared.store.secrets import secret_path
-from shared.telemetry.setup import setup_telemetry
 
 log = logging.getLogger("baton.worker")
 
@@ -34,7 +33,6 @@ async def start_shell(runtime: Runtime, role: str) -> tuple[WorkerShell, Fences]
     """
     settings = runtime.settings
     worker = WorkerId(new_process_id(role))
-    telemetry = await runtime.stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
     options = worker_options(settings, role, runtime.env)
     core = await asyncio.to_thread(open_worker_engine, options, worker)
     runtime.stack.push_async_callback(asyncio.to_thread, core.stop, ENGINE_STOP_S)
@@ -45,7 +43,8 @@ async def start_shell(runtime: Runtime, role: str) -> tuple[WorkerShell, Fences]
         blocks, model = core.facts.layout.num_blocks, core.step_model
         log.info("%s: %s blocks, step model %s", worker, blocks, model)
     fences = Fences()
-    return WorkerShell(runtime.bus, core, worker, settings.model.pool, fences, telemetry.tracer), fences
+    tracer, metrics = runtime.telemetry.tracer, runtime.metrics
+    return WorkerShell(runtime.bus, core, worker, settings.model.pool, fences, tracer, metrics=metrics), fences
 
 
 def grant_check(runtime: Runtime) -> Callable[[SignedGrant], Grant]:

@@ -363,7 +363,7 @@ HANDOFF_FAILURES = Metric(
             "wrong_length",
             "wrong_groups",
             "gap",
-            "prefill_error",
+            "prefill_failed",
             "prefill_lease",
             "prefill_died",
             "prefill_restarted",
@@ -441,7 +441,6 @@ STEP_SECONDS = Metric(
 COMPUTED_TOKENS = Metric(
     "baton_computed_tokens", "counter", "Tokens computed in steps, prompt and output together.", WORKERS, MODEL
 )
-WASTED_TOKENS = Metric("baton_wasted_tokens", "counter", "Tokens computed here and thrown away.", ("decode",), MODEL)
 
 # ---------------------------------------------------------------------------------------- policy
 

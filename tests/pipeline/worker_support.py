@@ -30,6 +30,7 @@ from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import SharedMemoryTransport
 from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
+from shared.telemetry.metrics import Metrics
 
 INGRESS = IngressId("gw-1")
 SIGNER = GrantSigner(Ed25519PrivateKey.generate())
@@ -279,15 +280,21 @@ def options(folder: Path, **changes: object) -> WorkerOptions:
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
+def shell_of(
+    bus: Bus, core: WorkerEngine, worker: WorkerId, role: str, fences: Fences, tracer: Tracer | None
+) -> WorkerShell:
+    return WorkerShell(bus, core, worker, "default", fences, tracer, metrics=Metrics(role, models=["m"]))
+
+
 def decode_worker(bus: Bus, core: WorkerEngine, worker: WorkerId, tracer: Tracer | None = None) -> DecodeWorker:
     fences, facts = Fences(), core.facts
     transport = SharedMemoryTransport(core.options.kv_dir, facts.layout.groups, core.pool.span)
-    return DecodeWorker(WorkerShell(bus, core, worker, "default", fences, tracer), fences, transport, verify)
+    return DecodeWorker(shell_of(bus, core, worker, "decode", fences, tracer), fences, transport, verify)
 
 
 def prefill_worker(bus: Bus, core: WorkerEngine, worker: WorkerId, tracer: Tracer | None = None) -> PrefillWorker:
     fences = Fences()
-    return PrefillWorker(WorkerShell(bus, core, worker, "default", fences, tracer), fences, verify)
+    return PrefillWorker(shell_of(bus, core, worker, "prefill", fences, tracer), fences, verify)
 
 
 @contextlib.asynccontextmanager
