@@ -14,7 +14,6 @@ from shared.lifecycle.runtime import Runtime, run_service
 from shared.security.grant_signature import GrantSigner
 from shared.store.redis_store import connect_redis
 from shared.store.secrets import secret_path
-from shared.telemetry.setup import setup_telemetry
 
 GRANT_KEY_VARIABLE = "BATON_GRANT_KEY_FILE"
 BOOTSTRAP_VARIABLE = "BATON_BOOTSTRAP_FILE"
@@ -26,14 +25,13 @@ async def main(runtime: Runtime) -> None:
     if not settings.store.redis_url:
         raise SettingsError("REDIS_URL is not set; policy keeps tenants and quotas there", param="REDIS_URL")
     signer = GrantSigner.from_file(secret_path(runtime.env, GRANT_KEY_VARIABLE))
-    await runtime.stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
     redis = await runtime.stack.enter_async_context(
         connect_redis(settings.store.redis_url, password=runtime.secret_text(REDIS_PASSWORD_VARIABLE))
     )
     records = Records(redis)
     for path in filter(None, (runtime.env.get(BOOTSTRAP_VARIABLE), settings.policy.tenants)):
         await apply_bootstrap(read_bootstrap(Path(path)), records)
-    service = PolicyService(runtime.bus, records, Accounts(redis), signer, policy_defaults(settings))
+    service = PolicyService(runtime.bus, records, Accounts(redis), signer, policy_defaults(settings), runtime.metrics)
     await service.start()
     runtime.stack.push_async_callback(service.stop)
     runtime.ready()

@@ -17,16 +17,18 @@ from services.policy import admission, quota
 from services.policy.accounts import Accounts
 from services.policy.admission import Terms
 from services.policy.ledger import plausible
+from services.policy.metrics import PolicyMetrics
 from services.policy.records import Records
 from services.policy.tenants import KeyRecord, TenantRecord, check_key, effective_limits, identity
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.bus.streams import AUDIT_STREAM, SETTLE_STREAM, STREAMS
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import BatonError, Forbidden, Unauthenticated, Unavailable, to_wire
+from shared.contracts.errors import BatonError, Forbidden, Unauthenticated, Unavailable, from_wire, to_wire
 from shared.contracts.grants import Grant, Limits
 from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
 from shared.telemetry import attributes as attr
+from shared.telemetry.metrics import Metrics
 
 log = logging.getLogger("baton.policy")
 tracer = trace.get_tracer("baton.policy")
@@ -48,7 +50,16 @@ class Defaults:
 class PolicyService:
     """One of any number of policy processes on the same Redis. `start`, then `stop`."""
 
-    def __init__(self, bus: Bus, records: Records, accounts: Accounts, signer: GrantSigner, defaults: Defaults) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        records: Records,
+        accounts: Accounts,
+        signer: GrantSigner,
+        defaults: Defaults,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._metrics = PolicyMetrics(metrics or Metrics("policy"))
         self._bus = bus
         self._records = records
         self._accounts = accounts
@@ -102,12 +113,15 @@ class PolicyService:
             span.set_attributes({attr.PROMPT_TOKENS: ask.num_prompt_tokens, attr.MAX_TOKENS: ask.max_tokens})
             try:
                 async with self._turns:
-                    return await decide(ask, delivery, span)
+                    answer = await decide(ask, delivery, span)
             except Unavailable as error:
+                self._metrics.answered(error.code)
                 span.set_attributes({attr.STATUS: error.code, attr.REASON: error.param or "unavailable"})
                 raise
             except BatonError as error:
-                return _refused(span, error)
+                answer = _refused(span, error)
+        self._metrics.answered("" if isinstance(answer, m.Granted) else from_wire(answer.error).code)
+        return answer
 
     async def on_settle(self, delivery: Delivery) -> None:
         """Book one settlement; a repeated one changes nothing. Raises Unavailable: then it is delivered again."""
@@ -119,11 +133,13 @@ class PolicyService:
             except Forbidden as error:
                 # Delivering it again would not make it true.
                 span.set_attributes({attr.STATUS: error.code, attr.REASON: error.message})
+                self._metrics.settlement("dropped")
                 log.error("settlement of %s dropped: %s", settle.attempt.request_id, error.message)
                 return
             record = await self._records.tenant(grant.tenant)
             limits = grant.limits if record is None else effective_limits(record.limits, self._defaults.limits)
             booked = await self._accounts.settle(grant.tenant, limits, grant.reservation_id, settle)
+            self._metrics.booked(grant.tenant, settle, again=not booked.replaced)
             span.set_attributes(
                 {
                     attr.STATUS: "ok",

@@ -13,7 +13,6 @@ from shared.security.grant_signature import GrantVerifier, load_public_keys
 from shared.store.redis_store import connect_redis
 from shared.store.sealed import Sealer
 from shared.store.secrets import secret_path
-from shared.telemetry.setup import setup_telemetry
 
 GRANT_PUBLIC_KEY_VARIABLE = "BATON_GRANT_PUBLIC_KEY_FILE"
 MASTER_KEY_VARIABLE = "BATON_MASTER_KEY_FILE"
@@ -26,12 +25,12 @@ async def main(runtime: Runtime) -> None:
         raise SettingsError("REDIS_URL is not set; the index keeps scope keys there", param="REDIS_URL")
     verifier = GrantVerifier(load_public_keys(secret_path(runtime.env, GRANT_PUBLIC_KEY_VARIABLE)))
     sealer = Sealer(runtime.secret(MASTER_KEY_VARIABLE))
-    await runtime.stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
     redis = await runtime.stack.enter_async_context(
         connect_redis(settings.store.redis_url, password=runtime.secret_text(REDIS_PASSWORD_VARIABLE))
     )
     keys = ScopeKeys(redis, sealer, secrets.token_bytes)
-    service = IndexService(runtime.bus, keys, verifier, fleet=Fleet(settings.scheduler.worker_timeout_s))
+    fleet = Fleet(settings.scheduler.worker_timeout_s)
+    service = IndexService(runtime.bus, keys, verifier, fleet=fleet, metrics=runtime.metrics)
     await service.start()
     runtime.stack.push_async_callback(service.stop)
     runtime.ready()

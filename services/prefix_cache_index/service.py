@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from opentelemetry import metrics, trace
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from services.prefix_cache_index.fleet import Fleet, Heard
@@ -28,10 +27,11 @@ from shared.contracts.parts import ExtendedRun, ExtendRun
 from shared.security.grant_signature import GrantVerifier
 from shared.security.scope import KvFormat
 from shared.telemetry import attributes as attr
+from shared.telemetry import metric_names as names
+from shared.telemetry.metrics import Metrics
 
 log = logging.getLogger("baton.index")
 tracer = trace.get_tracer("baton.index")
-meter = metrics.get_meter("baton.index")
 
 QUEUE = "prefix-cache-index"
 TICK_S = 1.0
@@ -56,8 +56,11 @@ class IndexService:
         fleet: Fleet | None = None,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics | None = None,
     ) -> None:
         self.index = BlockIndex()
+        self._metrics = metrics or Metrics("prefix-cache-index")
+        self._metrics.before_scrape(lambda: self._metrics.set(names.INDEX_ENTRIES, len(self.index)))
         self._bus = bus
         self._keys = keys
         self._verifier = verifier
@@ -85,7 +88,6 @@ class IndexService:
             await bus.serve(subjects.INDEX_MATCH, m.Match, self.match, queue=QUEUE),
         ]
         self._ticking = asyncio.create_task(self._tick_until_stopped())
-        meter.create_observable_gauge("baton.index.entries", callbacks=[self._observe_entries])
 
     async def stop(self) -> None:
         """Take no new questions first, then stop listening."""
@@ -107,9 +109,11 @@ class IndexService:
                 span.set_attributes({attr.REQUEST_ID: grant.request_id, attr.TENANT: grant.tenant})
                 return await self._matched(grant, question.token_ids, span)
             except Unavailable as error:
+                self._metrics.inc(names.INDEX_MATCHES, outcome="unavailable")
                 span.set_attributes({attr.STATUS: error.code, attr.REASON: error.param or "unavailable"})
                 raise
             except BatonError as error:
+                self._metrics.inc(names.INDEX_MATCHES, outcome="refused")
                 span.set_attributes({attr.STATUS: error.code, attr.REASON: error.message})
                 return m.Refusal(error=to_wire(error))
 
@@ -129,6 +133,8 @@ class IndexService:
             kv_format = self._fleet.format_of(member.pool)
             answers = [await self._extended(run, kv_format) for run in question.runs]
             refused = [answer.error.code for answer in answers if answer.error is not None]
+            self._metrics.inc(names.INDEX_EXTENDED, len(answers) - len(refused), outcome="tagged")
+            self._metrics.inc(names.INDEX_EXTENDED, len(refused), outcome="refused")
             span.set_attributes(
                 {attr.STATUS: "refused" if refused else "ok", attr.BLOCKS: sum(len(answer.tags) for answer in answers)}
             )
@@ -163,10 +169,13 @@ class IndexService:
         # A request that must never be cached gets no tags: with them a worker could keep its blocks.
         if pool is None or grant.retention_s == 0:
             self._generations.check(grant.scope)
-            span.set_attributes({attr.STATUS: "ok", attr.REASON: "no_worker" if pool is None else "never_cached"})
+            reason = "no_worker" if pool is None else "never_cached"
+            self._metrics.inc(names.INDEX_MATCHES, outcome=reason)
+            span.set_attributes({attr.STATUS: "ok", attr.REASON: reason})
             return answer
         chains = await self._tagger.prompt(grant, self._fleet.format_of(pool), token_ids)
         holders = self.index.match(chains, self._fleet.workers(pool))
+        self._metrics.inc(names.INDEX_MATCHES, outcome="found" if holders else "nothing_held")
         span.set_attributes(
             {
                 attr.STATUS: "ok",
@@ -200,6 +209,7 @@ class IndexService:
         if self._generations.rise(tenant, generation):
             self._keys.forget(tenant)
             self._unsaved[tenant] = generation
+            self._metrics.inc(names.SCOPES_RAISED)
             self._news.set()
 
     async def _tick_until_stopped(self) -> None:
@@ -218,12 +228,10 @@ class IndexService:
         try:
             for worker, number in self.index.replays_due(now):
                 await self._bus.publish(subjects.index_replay(worker), m.Replay(number=number))
+                self._metrics.inc(names.INDEX_REPLAYS)
             for tenant, generation in list(self._unsaved.items()):
                 await self._keys.keep_generation(tenant, generation)
                 if self._unsaved.get(tenant) == generation:
                     del self._unsaved[tenant]
         except BatonError as exc:
             log.warning("tried again later: %s", exc.message)
-
-    def _observe_entries(self, options: CallbackOptions) -> list[Observation]:
-        return [Observation(len(self.index))]

@@ -6,12 +6,11 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.settings import scheduler_config
 from shared.contracts.ids import new_process_id
 from shared.lifecycle.runtime import Runtime, run_service
-from shared.telemetry.setup import setup_telemetry
 
 
 async def main(runtime: Runtime) -> None:
-    await runtime.stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
-    service = SchedulerService(runtime.bus, scheduler_config(runtime.settings, new_process_id("scheduler")))
+    config = scheduler_config(runtime.settings, new_process_id("scheduler"))
+    service = SchedulerService(runtime.bus, config, metrics=runtime.metrics)
     await service.start()
     runtime.stack.push_async_callback(service.stop)
     runtime.ready()

@@ -5,6 +5,7 @@ Knows how a request enters, goes back, ends and is spoken of. Does not decide wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from services.scheduler.effects import CancelAt, Effect, PlacingEnded, Tell
@@ -15,7 +16,7 @@ from services.scheduler.record import PLACING, Record, State
 from services.scheduler.tombstones import Tombstones
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import ErrorInfo
+from shared.contracts.errors import ErrorInfo, from_wire
 from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
 from shared.telemetry import attributes as a
 
@@ -30,6 +31,8 @@ class Book:
         self.outbox = Outbox(term, event_resend_s)
         self.ended = Tombstones(remember_s)
         self.effects: list[Effect] = []
+        self.refusals: Counter[str] = Counter()
+        """Requests turned away or given up, by reason."""
 
     def drain(self, now: float) -> list[Effect]:
         """Effects since the last drain, events that are due among them."""
@@ -76,6 +79,7 @@ class Book:
 
     def refuse(self, now: float, record: Record, error: ErrorInfo) -> None:
         """End a request with an error event to its ingress."""
+        self.refusals[from_wire(error).code] += 1
         attempt, ingress = record.attempt, record.submit.ingress_id
         self.outbox.add(ingress, lambda number: m.PlacementRefused(number=number, attempt=attempt, error=error))
         self.end(now, record, dropped=True, outcome="refused")
@@ -117,6 +121,7 @@ class Book:
         attributes: dict[str, str | int | float] = {
             a.PATH: choice.path,
             a.REASON: choice.reason,
+            a.CLASS: record.grant.klass,
             a.LOCAL_S: choice.local_s,
             a.HANDED_OFF_S: choice.handed_off_s,
             a.QUEUE_S: record.queue_s,

@@ -56,7 +56,7 @@ class CancelAt:
 
 @dataclass(frozen=True, slots=True)
 class PlacingEnded:
-    """One try at placing is over: for the trace only."""
+    """One try at placing is over: for traces and metrics."""
 
     request_id: RequestId
     outcome: str  # placed | requeued | refused | dropped

@@ -264,7 +264,7 @@ SETTLEMENTS_LOST = Metric(
 QUEUE_DELAY = Metric(
     "baton_queue_delay_seconds",
     "histogram",
-    "From a request's arrival to its placement, by class.",
+    "From a request's arrival to its placement, by class; one placed again counts again.",
     ("scheduler",),
     {**MODEL, "class": CLASSES},
     (*HOP_BUCKETS, 60.0, 120.0, 300.0),
@@ -304,7 +304,13 @@ REQUEUES = Metric(
     "counter",
     "Tries at placing that put the request back where it stood, by why.",
     ("scheduler",),
-    {**MODEL, "reason": ("no_room", "unanswered", "worker_lost", "no_blocks", "no_slot", "draining", "conflict")},
+    {
+        **MODEL,
+        "reason": (
+            *("no_room", "unanswered", "worker_lost", "revoked"),
+            *("no_blocks", "no_slot", "overloaded", "conflict"),
+        ),
+    },
 )
 QUEUE_REFUSALS = Metric(
     "baton_queue_refusals",
@@ -313,7 +319,10 @@ QUEUE_REFUSALS = Metric(
     ("scheduler",),
     {
         **MODEL,
-        "reason": ("queue_full", "slo", "no_worker", "deadline", "never_fits", "grant", "ingress_silent", "conflict"),
+        "reason": (
+            *("queue_full", "slo", "no_worker", "deadline_exceeded", "NeverFits", "context_length_exceeded"),
+            *("forbidden", "grant_expired", "grant_invalid", "ingress_silent", "unlisted", "conflict"),
+        ),
     },
 )
 MATCH_TIMEOUTS = Metric(
@@ -449,7 +458,7 @@ ADMISSIONS = Metric(
     "counter",
     "Answers to admit: granted, or the stable code of the refusal.",
     ("policy",),
-    {"outcome": ("granted", *REFUSALS)},
+    {"outcome": ("granted", *REFUSALS, "unknown_tenant")},
 )
 SETTLEMENTS = Metric(
     "baton_settlements",
@@ -457,15 +466,6 @@ SETTLEMENTS = Metric(
     "Settlements taken from the stream: booked, booked before, or dropped because they were not ours.",
     ("policy",),
     {"outcome": ("booked", "already_booked", "dropped")},
-)
-SETTLEMENT_AGE = Metric(
-    "baton_settlement_age_seconds",
-    "histogram",
-    "Time a settlement took to book, from its arrival at policy.",
-    ("policy",),
-    {},
-    HOP_BUCKETS,
-    "s",
 )
 BILLED_TOKENS = Metric(
     "baton_billed_tokens",
