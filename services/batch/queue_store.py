@@ -46,18 +46,28 @@ class QueueStore:
         number, duplicate = await self._redis.script(_SLOT, keys, (origin, _hashed(custom_id), sealed))
         return QueueSlot(int(number), bool(duplicate))
 
-    async def put_body(self, tenant: TenantId, number: int, body: ItemBody, *, tokens_limit: int = 0) -> str:
+    async def put_body(
+        self, tenant: TenantId, number: int, body: ItemBody, *, tokens_limit: int = 0, lines_limit: int = 0
+    ) -> str:
         """Keep a line's body, once.
 
         Returns "" when it is kept, "done" when the line has a result already, "over_limit" when the tenant would have
-        more than `tokens_limit` prompt tokens waiting (0 = any number).
+        more than `tokens_limit` prompt tokens waiting, "full" when more than `lines_limit` lines (0 = any number).
         """
         keys = [self._keys.job(tenant, QUEUE_BATCH)]
         keys += self._keys.job_parts(tenant, QUEUE_BATCH, "bodies", "results", "tokens")
         keys.append(self._keys.of(tenant, "enqueued"))
         sealed = self._items.seal_body(tenant, QUEUE_BATCH, number, body)
-        code = await self._redis.script(_PUT, keys, (str(number), sealed, body.prompt_tokens, tokens_limit))
-        return {1: "", 0: "done", -1: "over_limit"}[int(code)]
+        code = await self._redis.script(
+            _PUT, keys, (str(number), sealed, body.prompt_tokens, tokens_limit, lines_limit)
+        )
+        return {1: "", 0: "done", -1: "over_limit", -2: "full"}[int(code)]
+
+    async def waiting(self, tenant: TenantId) -> int:
+        """Lines of the standing batch without a result."""
+        key = self._keys.job(tenant, QUEUE_BATCH)
+        total, *finished = await self._redis.execute("HMGET", key, "total", "completed", "failed")
+        return int(total or 0) - sum(int(count or 0) for count in finished)
 
     async def results(self, tenant: TenantId, after: str, limit: int) -> tuple[list[QueueResult], bool]:
         """Up to `limit` results behind cursor `after` (empty: from the oldest kept), and whether more follow.

@@ -43,14 +43,17 @@ AUDIT_STREAM = stream_name("audit")
 # A purge order has one durable consumer for every owner of copies, so an acknowledgement must not remove it.
 _FAN_OUT = {PURGE_ORDER_STREAM}
 
-SUBMIT_HOP = "batch.submit"
+SUBMIT_HOP, ITEM_HOP = "batch.submit", "batch.item"
 MAX_LINE_BYTES = 1024 * 1024
 """Largest batch line a tenant may publish, headers included."""
 MAX_SUBMIT_BYTES = 16 * 1024 * 1024
 
 STREAMS: dict[str, StreamSpec] = {
     stream_name(hop.name): StreamSpec(
-        stream_name(hop.name), hop.pattern, work_queue=stream_name(hop.name) not in _FAN_OUT
+        stream_name(hop.name),
+        hop.pattern,
+        work_queue=stream_name(hop.name) not in _FAN_OUT,
+        refuse_when_full=hop.name == ITEM_HOP,
     )
     for hop in subjects.HOPS
     if hop.kind == "stream" and hop.name != SUBMIT_HOP

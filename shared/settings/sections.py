@@ -50,8 +50,14 @@ class EngineSettings(Section):
 
     token_budget: int = Field(128, ge=1, description="most tokens in one step of a decode worker")
     prefill_token_budget: int = Field(512, ge=1, description="most tokens in one step of a prefill worker")
+    chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")
     depth: int = Field(1, ge=0, le=1, description="steps planned ahead of the one in flight")
+    batching: Literal["continuous", "static", "dynamic"] = Field(
+        "continuous", description="when a sequence may begin: at once, or with a batch that runs until all have ended"
+    )
+    batch_size: int = Field(8, ge=1, description="most sequences of a static or dynamic batch")
+    batch_window_s: float = Field(0.05, ge=0, description="how long a dynamic batch waits to become full, seconds")
     threads: int = Field(0, ge=0, description="compute threads of a worker; 0 shares the cores among the workers")
 
 
@@ -88,6 +94,9 @@ class BatchSettings(Section):
         ge=0,
         description="prompt tokens a tenant may have waiting in batches; 0 = no limit",
     )
+    max_queued_lines: int = Field(
+        10_000, ge=1, description="most lines a tenant may have waiting that came over NATS"
+    )
     window_s: float = Field(86400.0, gt=0, description="time a batch may take before it expires, seconds")
 
 
@@ -95,6 +104,9 @@ class BusSettings(Section):
     """NATS."""
 
     nats_url: str = Field("", description="nats://host:port of a running server; empty: `./baton up` starts one")
+    port: int = Field(
+        0, ge=0, le=65535, description="TCP port, on loopback, of the server `./baton up` starts; 0 takes a free one"
+    )
 
 
 class StoreSettings(Section):

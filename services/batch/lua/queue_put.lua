@@ -1,8 +1,8 @@
 -- The body of a line of the standing batch, once; its prompt tokens count as enqueued.
 -- KEYS: job, bodies, results, tokens, tenant's enqueued tokens
--- ARGV: number, sealed body, prompt tokens, most enqueued tokens (0 = any)
--- Returns 1, 0 when it has a result already, -1 when the tokens are over the limit
-local number, tokens, limit = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
+-- ARGV: number, sealed body, prompt tokens, most enqueued tokens (0 = any), most bodies (0 = any)
+-- Returns 1, 0 when it has a result already, -1 when the tokens are over the limit, -2 when the lines are
+local number, tokens, limit, lines = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 if redis.call('HEXISTS', KEYS[3], number) == 1 then
   return 0
 end
@@ -11,6 +11,9 @@ if redis.call('HEXISTS', KEYS[2], number) == 1 then
 end
 if limit > 0 and tonumber(redis.call('GET', KEYS[5]) or '0') + tokens > limit then
   return -1
+end
+if lines > 0 and redis.call('HLEN', KEYS[2]) >= lines then
+  return -2
 end
 redis.call('HSET', KEYS[2], number, ARGV[2])
 redis.call('HSET', KEYS[4], number, ARGV[3])
