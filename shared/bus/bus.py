@@ -6,6 +6,7 @@ budget is sent as milliseconds left and becomes the receiver's own monotonic dea
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -52,6 +53,14 @@ DurableHandler = Callable[[Delivery], Awaitable[None]]
 """Takes a JetStream message; it is acknowledged when the handler returns, redelivered when it raises."""
 
 
+class Redeliver(Exception):
+    """Raised by a durable handler that is not done, which is no fault: deliver the message again after `pause_s`."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        super().__init__(pause_s)
+        self.pause_s = pause_s
+
+
 class Subscription(Protocol):
     async def stop(self) -> None:
         """Take no more messages; returns when handlers in progress have ended."""
@@ -78,9 +87,20 @@ class Bus(Protocol):
         """Take published messages in order."""
 
     async def consume(
-        self, stream: str, subject: str, message_type: Any, handler: DurableHandler, *, durable: str
+        self,
+        stream: str,
+        subject: str,
+        message_type: Any,
+        handler: DurableHandler,
+        *,
+        durable: str,
+        slots: asyncio.Semaphore | None = None,
     ) -> Subscription:
-        """Take a JetStream subject as the durable consumer `durable` (shared by replicas), creating both if needed."""
+        """Take a JetStream subject as the durable consumer `durable` (shared by replicas), creating both if needed.
+
+        Messages are handled one after the other. With `slots` each is handled in a task of its own once it has a slot;
+        consumers that share slots get them in turns, and no message goes to a replica while it waits or is handled.
+        """
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> int | None:
         """Take or renew the lease `name` in NATS KV. Returns its monotonic term, or None while another holds it."""

@@ -11,46 +11,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from opentelemetry import context as otel_context
 
 from shared.bus import envelope
 from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Sent, Subscription
+from shared.bus.memory_stream import DurableReplica, Parcel, Stream, matches
 from shared.bus.streams import spec_of
 from shared.bus.subscriptions import BusStats, RequestTasks
-from shared.contracts.errors import BatonError, Overloaded, ProtocolError, Unavailable
+from shared.contracts.errors import BatonError, Overloaded, Unavailable
 
 log = logging.getLogger("baton.bus")
 
 DRAIN_TIMEOUT_S = 10.0
-MAX_REDELIVERY_PAUSE_S = 1.0
 
 Faults = Callable[[str], Iterable[float]]
 """Delays in seconds of the copies of one published message on a subject; empty drops it. None of it touches streams."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """A message on its way."""
-
-    subject: str
-    payload: bytes
-    headers: envelope.Headers | None
-    reply: asyncio.Future[Parcel] | None = None
-
-
-@dataclass(slots=True)
-class _Stream:
-    """Messages of one stream in order, ids seen, and per durable consumer the place of its next message."""
-
-    subject: str
-    parcels: list[Parcel] = field(default_factory=list)
-    ids: set[str] = field(default_factory=set)
-    places: dict[str, int] = field(default_factory=dict)
-    again: dict[str, deque[int]] = field(default_factory=dict)
-    grown: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -58,17 +34,6 @@ class _Lease:
     owner: str
     term: int
     expires: float
-
-
-def matches(pattern: str, subject: str) -> bool:
-    """NATS subject matching: `*` stands for one token, `>` for one or more at the end."""
-    wanted, given = pattern.split("."), subject.split(".")
-    for index, token in enumerate(wanted):
-        if token == ">":
-            return len(given) > index
-        if index >= len(given) or token not in ("*", given[index]):
-            return False
-    return len(wanted) == len(given)
 
 
 class MemoryBroker:
@@ -90,7 +55,7 @@ class MemoryBroker:
         self.clock = clock
         self.max_payload = max_payload
         self.up = True
-        self.streams: dict[str, _Stream] = {}
+        self.streams: dict[str, Stream] = {}
         self._listeners: list[_Listener] = []
         self._turns: dict[tuple[str, str], int] = {}
         self._leases: dict[str, _Lease] = {}
@@ -131,7 +96,7 @@ class MemoryBroker:
         if held is not None and held.owner == owner:
             del self._leases[name]
 
-    def stream_of(self, subject: str) -> _Stream | None:
+    def stream_of(self, subject: str) -> Stream | None:
         return next((stream for stream in self.streams.values() if matches(stream.subject, subject)), None)
 
     def _targets(self, subject: str) -> list[_Listener]:
@@ -272,15 +237,22 @@ class MemoryBus:
         return self._remember(_Listener(self._broker, subject, "", take))
 
     async def consume(
-        self, stream: str, subject: str, message_type: Any, handler: DurableHandler, *, durable: str
+        self,
+        stream: str,
+        subject: str,
+        message_type: Any,
+        handler: DurableHandler,
+        *,
+        durable: str,
+        slots: asyncio.Semaphore | None = None,
     ) -> Subscription:
         """As `Bus.consume`."""
         self._require_connection(subject)
         spec = spec_of(stream, subject)
-        kept = self._broker.streams.setdefault(stream, _Stream(spec.subject))
+        kept = self._broker.streams.setdefault(stream, Stream(spec.subject))
         kept.places.setdefault(durable, 0)
         kept.again.setdefault(durable, deque())
-        return self._remember(_Durable(self, kept, subject, durable, message_type, handler))
+        return self._remember(DurableReplica(self.stats, kept, subject, durable, message_type, handler, slots))
 
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> int | None:
         """As `Bus.acquire_lease`, without rounding the time to live."""
@@ -322,84 +294,3 @@ class MemoryBus:
 def _reply(parcel: Parcel, payload: bytes, headers: envelope.Headers | None) -> None:
     if parcel.reply is not None and not parcel.reply.done():
         parcel.reply.set_result(Parcel(parcel.subject, payload, headers))
-
-
-class _Durable:
-    """One replica of a durable consumer; replicas share the place in the stream."""
-
-    def __init__(
-        self,
-        bus: MemoryBus,
-        stream: _Stream,
-        subject: str,
-        durable: str,
-        message_type: Any,
-        handler: DurableHandler,
-    ) -> None:
-        self._bus = bus
-        self._stream = stream
-        self._subject = subject
-        self._durable = durable
-        self._message_type = message_type
-        self._handler = handler
-        self._stopping = asyncio.Event()
-        self._loop = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        """The message in hand is finished first; an unfinished one is kept for the next replica."""
-        self._stopping.set()
-        self._stream.grown.set()
-        await self._loop
-
-    async def _run(self) -> None:
-        failures = 0
-        while not self._stopping.is_set():
-            index = self._next()
-            if index is None:
-                self._stream.grown.clear()
-                await self._stream.grown.wait()
-                continue
-            if await self._handled(self._stream.parcels[index], f"{index + 1}-0"):
-                failures = 0
-                continue
-            failures += 1
-            self._stream.again[self._durable].append(index)
-            pause = min(MAX_REDELIVERY_PAUSE_S, 0.01 * 2 ** min(failures, 10))
-            try:
-                await asyncio.wait_for(self._stopping.wait(), pause)
-            except TimeoutError:
-                continue
-
-    def _next(self) -> int | None:
-        again = self._stream.again[self._durable]
-        if again:
-            return again.popleft()
-        places = self._stream.places
-        index = places[self._durable]
-        if index == len(self._stream.parcels):
-            return None
-        places[self._durable] = index + 1
-        return index
-
-    async def _handled(self, parcel: Parcel, stored_id: str) -> bool:
-        """True when the message is done with, undecodable and foreign ones included."""
-        if not matches(self._subject, parcel.subject):
-            return True
-        try:
-            delivery = envelope.incoming(
-                parcel.subject, parcel.payload, parcel.headers, self._message_type, stored_id=stored_id
-            )
-        except ProtocolError as exc:
-            self._bus.stats.undecodable += 1
-            log.warning("dropped a message on %s: %s", parcel.subject, exc)
-            return True
-        token = otel_context.attach(delivery.context)
-        try:
-            await self._handler(delivery)
-        except Exception:
-            self._bus.stats.handler_failures += 1
-            log.exception("handler of %s failed", parcel.subject)
-            return False
-        finally:
-            otel_context.detach(token)
-        return True

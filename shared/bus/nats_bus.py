@@ -127,14 +127,31 @@ class NatsBus:
         return self._remember(_Served(inner, RequestTasks()))
 
     async def consume(
-        self, stream: str, subject: str, message_type: Any, handler: DurableHandler, *, durable: str
+        self,
+        stream: str,
+        subject: str,
+        message_type: Any,
+        handler: DurableHandler,
+        *,
+        durable: str,
+        slots: asyncio.Semaphore | None = None,
     ) -> Subscription:
         """Take a JetStream subject as the durable consumer `durable`, creating stream and consumer if needed.
 
-        Messages are handled one after the other; a failed one comes again after a pause. Raises Unavailable.
+        Messages are handled one after the other, with `slots` concurrently; a failed one comes again after a pause.
+        Raises Unavailable.
         """
         consumer = DurableConsumer(
-            self._client, self._js, spec_of(stream, subject), subject, durable, message_type, handler, self.stats, flush
+            self._client,
+            self._js,
+            spec_of(stream, subject),
+            subject,
+            durable,
+            message_type,
+            handler,
+            self.stats,
+            flush,
+            slots,
         )
         self._require_connection(subject)
         try:

@@ -1,4 +1,6 @@
-"""A durable JetStream consumer: pulls, hands over one message at a time, acknowledges what was handled.
+"""A durable JetStream consumer: pulls, hands over what comes, acknowledges what was handled.
+
+One message at a time; or with slots several, each in a task, kept in progress at the server until it is done with.
 
 nats-py's own `fetch` waits for a full batch until its time-out; this pull hands each message over as it arrives.
 """
@@ -22,9 +24,9 @@ from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, RetentionPolic
 from opentelemetry import context as otel_context
 
 from shared.bus import envelope
-from shared.bus.bus import DurableHandler
+from shared.bus.bus import DurableHandler, Redeliver
 from shared.bus.streams import StreamSpec
-from shared.bus.subscriptions import BusStats
+from shared.bus.subscriptions import BusStats, take_slot
 from shared.contracts.errors import ProtocolError
 
 log = logging.getLogger("baton.bus")
@@ -32,10 +34,11 @@ log = logging.getLogger("baton.bus")
 ACK_WAIT_S = 30.0
 PULL_BATCH = 64
 PULL_EXPIRES_S = 5.0
+SLOT_PULL_EXPIRES_S = 30.0
+"""Of a pull for one message, by one of many consumers that mostly have nothing to do."""
 RETRY_PAUSE_S = 0.5
 MAX_REDELIVERY_PAUSE_S = 30.0
 _NAME_IN_USE = 10058
-_PULL = json.dumps({"batch": PULL_BATCH, "expires": int(PULL_EXPIRES_S * 1e9)}).encode()
 _PULL_ENDED = {"404", "408"}
 """Statuses that end a pull in the ordinary way: no messages, expired. Any other (503: no such consumer) is a fault."""
 
@@ -54,6 +57,7 @@ class DurableConsumer:
         handler: DurableHandler,
         stats: BusStats,
         flush: Callable[[Client], Awaitable[None]],
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
         self._client = client
         self._flush = flush
@@ -66,7 +70,13 @@ class DurableConsumer:
         self._stats = stats
         self._next_subject = f"$JS.API.CONSUMER.MSG.NEXT.{spec.name}.{durable}"
         self._waiting: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._slots = slots
+        # one that waits for a slot keeps those behind it from other replicas
+        self._batch = PULL_BATCH if slots is None else 1
+        self._expires_s = PULL_EXPIRES_S if slots is None else SLOT_PULL_EXPIRES_S
+        self._running: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._ended = asyncio.Event()
         self._inbox: Subscription | None = None
         self._loop: asyncio.Task[None] | None = None
 
@@ -77,10 +87,11 @@ class DurableConsumer:
         self._loop = asyncio.create_task(self._run(inbox))
 
     async def stop(self) -> None:
-        """Take nothing new; the message in hand is finished first, those behind it go back to the stream."""
+        """Take nothing new; messages in hand are finished first, those behind them go back to the stream."""
         if self._stopping:
             return
         self._stopping = True
+        self._ended.set()
         self._waiting.put_nowait(None)
         if self._inbox is not None:
             # The server must know before we return: it would still answer the pull of a consumer that has gone.
@@ -89,6 +100,8 @@ class DurableConsumer:
                 await self._flush(self._client)
         if self._loop is not None:
             await self._loop
+        if self._running:
+            await asyncio.wait(self._running)
         while not self._waiting.empty():
             if (msg := self._waiting.get_nowait()) is not None and _status(msg) is None:
                 await self._settle(msg.nak())
@@ -131,17 +144,18 @@ class DurableConsumer:
 
     async def _run(self, inbox: str) -> None:
         """Pull in batches: the next pull is sent when the last is used up, ended by the server, or unanswered."""
+        pull = json.dumps({"batch": self._batch, "expires": int(self._expires_s * 1e9)}).encode()
         while not self._stopping:
             try:
-                await self._client.publish(self._next_subject, _PULL, reply=inbox)
+                await self._client.publish(self._next_subject, pull, reply=inbox)
                 await self._take_batch()
             except (nats.errors.Error, OSError) as exc:
                 await self._recover(exc)
 
     async def _take_batch(self) -> None:
-        for _ in range(PULL_BATCH):
+        for _ in range(self._batch):
             try:
-                msg = await asyncio.wait_for(self._waiting.get(), PULL_EXPIRES_S + 1.0)
+                msg = await asyncio.wait_for(self._waiting.get(), self._expires_s + 1.0)
             except TimeoutError:
                 return  # the connection was lost in between, and the pull with it
             if msg is None:
@@ -151,9 +165,37 @@ class DurableConsumer:
                 return
             if status is not None:
                 raise nats.js.errors.APIError(code=int(status), description=_description(msg))
-            await self._handle(msg)
+            if self._slots is None:
+                await self._handle(msg)
+            else:
+                await self._begin(msg, self._slots)
             if self._stopping:
                 return
+
+    async def _begin(self, msg: Msg, slots: asyncio.Semaphore) -> None:
+        """Handle a message in a task of its own, once there is a slot."""
+        keeping = asyncio.create_task(self._keep(msg))
+        if not await take_slot(slots, self._ended):
+            keeping.cancel()
+            await self._settle(msg.nak())
+            return
+
+        async def handled() -> None:
+            try:
+                await self._handle(msg)
+            finally:
+                keeping.cancel()
+                slots.release()
+
+        task = asyncio.create_task(handled())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _keep(self, msg: Msg) -> None:
+        """Tell the server again and again that the message is in hand."""
+        while True:
+            await asyncio.sleep(ACK_WAIT_S / 3)
+            await self._settle(msg.in_progress())
 
     async def _handle(self, msg: Msg) -> None:
         try:
@@ -168,6 +210,8 @@ class DurableConsumer:
         token = otel_context.attach(delivery.context)
         try:
             await self._handler(delivery)
+        except Redeliver as again:
+            await self._settle(msg.nak(delay=again.pause_s or None))
         except Exception:
             self._stats.handler_failures += 1
             pause = min(MAX_REDELIVERY_PAUSE_S, RETRY_PAUSE_S * 2 ** min(10, msg.metadata.num_delivered - 1))

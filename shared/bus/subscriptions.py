@@ -22,6 +22,23 @@ class BusStats:
     slow_consumer: int = 0  # told by the client: messages lost before our handler saw them
 
 
+async def take_slot(slots: asyncio.Semaphore, ended: asyncio.Event) -> bool:
+    """Wait for a slot; False, and none is taken, once `ended` is set."""
+    taking, ending = asyncio.ensure_future(slots.acquire()), asyncio.ensure_future(ended.wait())
+    both: set[asyncio.Future[Any]] = {taking, ending}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ending.cancel()
+        taking.cancel()
+    await asyncio.wait({taking})
+    taken = not taking.cancelled()
+    if taken and ended.is_set():
+        slots.release()
+        taken = False
+    return taken
+
+
 class RequestTasks:
     """Requests in progress of one subscription."""
 

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry import baggage, context
 
 from shared.bus import envelope
-from shared.bus.bus import BUDGET_HEADER, NO_RESPONDERS, Bus, Delivery
+from shared.bus.bus import BUDGET_HEADER, NO_RESPONDERS, Bus, Delivery, Redeliver
 from shared.bus.memory_bus import MemoryBroker, MemoryBus, matches
 from shared.bus.nats_bus import connect_bus
 from shared.contracts.errors import Internal, Overloaded, ProtocolError, QuotaExceeded, Unavailable
@@ -305,6 +305,103 @@ async def test_durable_messages_wait_come_once_and_again_after_a_failure(connect
     await server.consume(stream, topic, Ask, take, durable="policy")
     await until(lambda: "c" in seen)
     assert sorted(seen) == ["a", "b", "b", "c"]
+
+
+async def test_with_slots_so_many_run_at_once_and_consumers_take_turns(connect: Connect, topic: str) -> None:
+    client, server = await connect("gateway"), await connect("batch")
+    stream, slots = f"s-{topic}", asyncio.Semaphore(2)
+    running: set[str] = set()
+    order: list[str] = []
+    most = 0
+    go_on = asyncio.Event()
+
+    async def work(delivery: Delivery) -> None:
+        nonlocal most
+        text = delivery.message.text
+        running.add(text)
+        order.append(text)
+        most = max(most, len(running))
+        await go_on.wait()
+        await asyncio.sleep(0.01)
+        running.discard(text)
+
+    async def never(delivery: Delivery) -> None:
+        raise AssertionError
+
+    # the stream spans what its consumers filter
+    maker = await server.consume(stream, f"{topic}.*", Ask, never, durable="maker")
+    await maker.stop()
+    tenants = ("ann", "bob")
+    for tenant in tenants:
+        await server.consume(stream, f"{topic}.{tenant}", Ask, work, durable=f"batch-{tenant}", slots=slots)
+    for number in range(6):
+        for tenant in tenants:
+            await client.publish_durable(
+                f"{topic}.{tenant}", Ask(text=f"{tenant}{number}"), message_id=f"{tenant}{number}"
+            )
+    await until(lambda: len(running) == 2)
+    go_on.set()
+    await until(lambda: len(order) == 12 and not running)
+    assert most == 2
+    assert {tenant: [o for o in order if o.startswith(tenant)] for tenant in tenants} == {
+        tenant: [f"{tenant}{number}" for number in range(6)] for tenant in tenants
+    }
+    # neither tenant gets ahead of the other by more than what runs and what waits for a slot
+    for upto in range(1, 13):
+        counts = [sum(o.startswith(tenant) for o in order[:upto]) for tenant in tenants]
+        assert abs(counts[0] - counts[1]) <= 3, order
+
+
+async def test_stopping_with_slots_finishes_what_runs_and_gives_back_what_waits(connect: Connect, topic: str) -> None:
+    client, server = await connect("gateway"), await connect("batch")
+    stream, slots = f"s-{topic}", asyncio.Semaphore(1)
+    started: list[str] = []
+    go_on = asyncio.Event()
+
+    async def work(delivery: Delivery) -> None:
+        started.append(delivery.message.text)
+        await go_on.wait()
+
+    first = await server.consume(stream, topic, Ask, work, durable="batch", slots=slots)
+    for text in "abc":
+        await client.publish_durable(topic, Ask(text=text), message_id=text)
+    await until(lambda: started == ["a"])
+    stopping = asyncio.create_task(first.stop())
+    await asyncio.sleep(0.1)
+    assert not stopping.done()
+    go_on.set()
+    await asyncio.wait_for(stopping, 5)
+    assert started == ["a"]
+    assert not slots.locked()
+    await server.consume(stream, topic, Ask, work, durable="batch", slots=slots)
+    await until(lambda: len(started) == 3)
+    assert sorted(started) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+async def test_a_handler_may_hand_a_message_back(
+    connect: Connect, topic: str, slots: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, server = await connect("gateway"), await connect("batch")
+    seen: list[tuple[str, float]] = []
+
+    async def work(delivery: Delivery) -> None:
+        seen.append((delivery.message.text, time.monotonic()))
+        if len(seen) == 1:
+            raise Redeliver(0.3)
+        if len(seen) == 2:
+            raise Redeliver
+
+    semaphore = None if slots is None else asyncio.Semaphore(slots)
+    await server.consume(f"s-{topic}", topic, Ask, work, durable="batch", slots=semaphore)
+    await client.publish_durable(topic, Ask(text="a"), message_id="a")
+    await until(lambda: len(seen) == 3)
+    await asyncio.sleep(0.1)
+    assert [text for text, _ in seen] == ["a", "a", "a"]
+    assert seen[1][1] - seen[0][1] >= 0.25
+    assert "failed" not in caplog.text
+    if semaphore is not None:
+        assert not semaphore.locked()
 
 
 async def test_a_lease_has_one_owner_and_a_growing_term(connect: Connect, topic: str) -> None:
