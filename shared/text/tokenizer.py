@@ -4,6 +4,10 @@ Special tokens are parsed only where the caller says so: text from strangers can
 found before anything else and no merge crosses it, so the stretches between special tokens are encoded whole, each on
 its own; that is what `tokenizers` and llama.cpp do too, and the ids are the same. Added tokens that are not flagged
 special, such as `<think>` in some models, are vocabulary like any other.
+
+What a tokenizer puts before and after a text (`<|begin_of_text|>`, say) is the rule of `tokenizer.json` alone, as in
+transformers 5: `add_bos_token` in `tokenizer_config.json` changes nothing. It belongs to plain completions; a chat
+template writes such tokens itself.
 """
 
 from __future__ import annotations
@@ -12,27 +16,17 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from shared.contracts.errors import InvalidInput, SettingsError
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialToken:
-    """A control token. `lstrip` and `rstrip` say that it swallows the white space before or after it."""
-
-    id: int
-    text: str
-    lstrip: bool = False
-    rstrip: bool = False
+from shared.text.added_tokens import AddedToken, add_tokens, token_text
 
 
 class Tokenizer:
-    """One model's tokenizer; safe to use from several threads. Adds no tokens of its own.
+    """One model's tokenizer; safe to use from several threads. Only `encode_prompt` adds tokens of its own.
 
     A byte that the vocabulary lacks is dropped, as `tokenizers` and llama.cpp do; the default model lacks some control
     characters and the first byte of unassigned planes. So a text that is not empty can have no ids.
@@ -44,7 +38,7 @@ class Tokenizer:
         bos_token, eos_token: their texts, "" if there is none.
         chat_template: Jinja source, or None.
         special_tokens: the control tokens by text.
-        digest: SHA-256 of `tokenizer.json`, as `sha256:<hex>`; equal digests give equal ids.
+        digest: SHA-256 of `tokenizer.json` and of the added tokens, as `sha256:<hex>`; equal digests give equal ids.
     """
 
     def __init__(self, tokenizer_json: bytes, settings: Mapping[str, Any], eos_ids: Iterable[int] = ()) -> None:
@@ -53,24 +47,23 @@ class Tokenizer:
         Raises:
             SettingsError: not a byte-level BPE tokenizer.
         """
-        self.digest = f"sha256:{hashlib.sha256(tokenizer_json).hexdigest()}"
         description = _parse(tokenizer_json)
         self._encoder = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        added = add_tokens(self._encoder, description["added_tokens"], settings)
         # special tokens are found here, by the rule of this module, and never in the library
         self._encoder.encode_special_tokens = True
-        added = description["added_tokens"]
-        self.special_tokens = {
-            t["content"]: SpecialToken(t["id"], t["content"], t.get("lstrip", False), t.get("rstrip", False))
-            for t in added
-            if t.get("special", False)
-        }
+        self.special_tokens = {token.text: token for token in added if token.special}
         self._special_ids = frozenset(token.id for token in self.special_tokens.values())
-        self._pattern = _alternatives(self.special_tokens)
-        self._bytes = _byte_table(description["model"]["vocab"], {t["id"]: t["content"] for t in added})
+        self._pattern = _alternatives(self.special_tokens.values())
+        self._bytes = _byte_table(description["model"]["vocab"], {token.id: token.text for token in added})
+        self._before, self._after = _ends(self._encoder)
+        self.digest = f"sha256:{hashlib.sha256(tokenizer_json + repr(added).encode()).hexdigest()}"
         self.vocab_size = len(self._bytes)
         self.longest_token = max(map(len, self._bytes), default=0)
-        self.bos_token = _token_text(settings.get("bos_token"))
-        self.eos_token = _token_text(settings.get("eos_token"))
+        self.bos_token = token_text(settings.get("bos_token"))
+        self.eos_token = token_text(settings.get("eos_token"))
         self.bos_id: int | None = self._encoder.token_to_id(self.bos_token) if self.bos_token else None
         named = self._encoder.token_to_id(self.eos_token) if self.eos_token else None
         self.eos_ids = tuple(eos_ids) or (() if named is None else (named,))
@@ -91,6 +84,14 @@ class Tokenizer:
             return self.encode_marked(text, {})
         return self._encode_plain(text)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a plain completion's prompt: special tokens parsed, between what the tokenizer puts around a text.
+
+        Raises:
+            InvalidInput: the text holds a lone surrogate (param `prompt`).
+        """
+        return [*self._before, *self.encode(text, parse_special=True), *self._after]
+
     def encode_marked(self, text: str, marks: Mapping[int, str]) -> list[int]:
         """The ids of a text in which special tokens are parsed, except where a mark stands inside one.
 
@@ -103,7 +104,7 @@ class Tokenizer:
         """
         ids: list[int] = []
         for piece in self._split(text):
-            if isinstance(piece, SpecialToken):
+            if isinstance(piece, AddedToken):
                 ids.append(piece.id)
             else:
                 ids.extend(self._encode_plain(piece.translate(marks)))
@@ -140,7 +141,7 @@ class Tokenizer:
         ids: list[int] = self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _split(self, text: str) -> Iterator[str | SpecialToken]:
+    def _split(self, text: str) -> Iterator[str | AddedToken]:
         """Special tokens, the leftmost and then the longest first, and the stretches between them."""
         start, strip_next = 0, False
         for match in self._pattern.finditer(text):
@@ -166,6 +167,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     except OSError as exc:
         raise SettingsError(f"cannot read {path}; is {folder} a model folder?", param=str(path)) from exc
     settings = _read_object(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        # older folders name the special tokens here
+        settings = {**_read_object(folder / "special_tokens_map.json"), **settings}
     template = folder / "chat_template.jinja"
     if template.is_file():
         settings = {**settings, "chat_template": template.read_text(encoding="utf-8")}
@@ -214,10 +218,20 @@ def _parse(tokenizer_json: bytes) -> dict[str, Any]:
     return dict(description)
 
 
-def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
-    longest_first = sorted(texts, key=len, reverse=True)
+def _alternatives(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
+    longest_first = sorted(tokens, key=lambda token: len(token.text), reverse=True)
+    word = [(r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "") for token in longest_first]
+    texts = (f"{b}{re.escape(token.text)}{a}" for token, (b, a) in zip(longest_first, word, strict=True))
     # (?!) matches nowhere
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    return re.compile("|".join(texts) or "(?!)")
+
+
+def _ends(encoder: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the tokenizer puts before and after a text."""
+    plain = encoder.encode("a", add_special_tokens=False).ids
+    whole = encoder.encode("a", add_special_tokens=True).ids
+    at = next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)
+    return tuple(whole[:at]), tuple(whole[at + len(plain) :])
 
 
 def _stretch(text: str, strip_left: bool, strip_right: bool) -> Iterator[str]:
@@ -225,11 +239,6 @@ def _stretch(text: str, strip_left: bool, strip_right: bool) -> Iterator[str]:
     text = text.rstrip() if strip_right else text
     if text:
         yield text
-
-
-def _token_text(value: Any) -> str:
-    # older files hold the whole token here
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
 
 
 def _chat_template(value: Any) -> str | None:
