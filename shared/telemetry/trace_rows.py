@@ -91,7 +91,7 @@ def facts(span: SpanRecord) -> tuple[Fact, ...]:
 
 
 def _fact(name: str, value: Any) -> Fact:
-    short = name.removeprefix("baton.").removeprefix("estimate.")
+    short = name.removeprefix("baton.")
     if isinstance(value, int | float) and not isinstance(value, bool):
         if short.endswith("_s"):
             return Fact(short.removesuffix("_s"), seconds(float(value)))

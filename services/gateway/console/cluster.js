@@ -6,7 +6,7 @@ import { Empty, Facts, Fault, Heading, html, Loading, Table } from "./ui.js";
 const PERIOD_MS = 1000;
 const CLASSES = ["interactive", "analysis", "batch"];
 const WORKERS = [
-  { name: "Worker" }, { name: "Role" }, { name: "Running", number: true }, { name: "Waiting", number: true },
+  { name: "Worker" }, { name: "Role", short: true }, { name: "Running", number: true }, { name: "Waiting", number: true },
   { name: "Queued tokens", number: true }, { name: "KV blocks in use" }, { name: "Last heard", number: true },
 ];
 const INGRESSES = [

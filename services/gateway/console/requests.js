@@ -7,7 +7,8 @@ import { Empty, Fault, Heading, html, Loading, moveFocus, Table } from "./ui.js"
 const PERIOD_MS = 2000;
 const LIMIT = 100;
 const COLUMNS = [
-  { name: "Time" }, { name: "Tenant" }, { name: "Model" }, { name: "Class" }, { name: "Status" }, { name: "Path" },
+  { name: "Time" }, { name: "Tenant", short: true }, { name: "Model" }, { name: "Class", short: true },
+  { name: "Status" }, { name: "Path", short: true },
   { name: "Prompt", number: true }, { name: "Cached", number: true }, { name: "Output", number: true },
   { name: "TTFT", number: true }, { name: "Total", number: true },
 ];

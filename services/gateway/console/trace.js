@@ -22,7 +22,7 @@ export function Trace({ id, focus, onKeyRefused }) {
   const summary = data && data.summary;
   const row = data && (data.rows.find((one) => one.span_id === selected) || data.rows[0]);
   return html`
-    <p class="back"><a href="#/requests">Recent requests</a> <span class="quiet">(Escape)</span></p>
+    <p class="back"><a href="#/requests">← Recent requests</a> <span class="quiet">Escape</span></p>
     <${Heading} focus=${focus}>Request ${summary ? summary.request_id.replace(/^req-/, "").slice(0, 12) : ""}<//>
     ${!data && (!error || (error.kind === "missing" && settling)) && html`<${Loading} what="the trace" />`}
     ${!data && error?.kind === "missing" && !settling && html`<p class="empty">
@@ -74,6 +74,7 @@ function Waterfall({ rows, length, selected, onSelect }) {
         ${row.why.length > 0 && html`<ul class="why" style=${{ marginLeft: `${Math.min(row.depth, 5) * 0.9 + 0.5}rem` }}>
           ${row.why.map((sentence) => html`<li>${sentence}</li>`)}
         </ul>`}
+        ${row.span_id === selected && row.facts.length > 0 && html`<div class="inline-facts"><${SpanFacts} row=${row} /></div>`}
       </li>`)}
     </ol>
   </section>`;
@@ -82,7 +83,7 @@ function Waterfall({ rows, length, selected, onSelect }) {
 function Axis({ length }) {
   const marks = [0, 0.25, 0.5, 0.75, 1];
   return html`<div class="axis" aria-hidden="true"><span class="track">
-    ${marks.map((at) => html`<span class="mark" style=${{ left: `${at * 100}%` }}>${seconds(length * at)}</span>`)}
+    ${marks.map((at) => html`<span class="mark" style=${{ left: `${at * 100}%` }}>${at ? seconds(length * at) : "0"}</span>`)}
   </span></div>`;
 }
 
@@ -96,7 +97,10 @@ function Details({ row }) {
     <h2>${row.name}</h2>
     <p class="quiet">${row.service}, from ${seconds(row.start_s)} for ${seconds(row.duration_s)}</p>
     ${row.why.length > 0 && html`<h3>Why</h3><ul>${row.why.map((sentence) => html`<li>${sentence}</li>`)}</ul>`}
-    ${row.facts.length > 0 && html`<h3>Facts</h3>
-      <${Facts} label="Facts" pairs=${row.facts.map((fact) => [fact.name.replaceAll("_", " "), fact.text])} />`}
+    ${row.facts.length > 0 && html`<h3>Facts</h3><${SpanFacts} row=${row} />`}
   </aside>`;
+}
+
+function SpanFacts({ row }) {
+  return html`<${Facts} label="Facts" pairs=${row.facts.map((fact) => [fact.name.replace(/[._]/g, " "), fact.text])} />`;
 }

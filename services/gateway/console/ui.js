@@ -41,9 +41,9 @@ export function Facts({ pairs, label }) {
 }
 
 // A table that becomes cards on a narrow screen. Explicit roles, because CSS that changes `display` takes them away.
-// `columns`: {name, number?}; `rows`: {key, cells, attributes?}.
+// `columns`: {name, number?, short?}, where short cells share a line of the card; `rows`: {key, cells, attributes?}.
 export function Table({ label, columns, rows, onKeyDown }) {
-  const kind = (column) => (column.number ? "number" : "");
+  const kind = (column) => (column.number ? "number short" : column.short ? "short" : "");
   return html`<table role="table" aria-label=${label} onKeyDown=${onKeyDown}>
     <thead role="rowgroup"><tr role="row">
       ${columns.map((column) => html`<th role="columnheader" scope="col" class=${kind(column)}>${column.name}</th>`)}
