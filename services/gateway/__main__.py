@@ -13,7 +13,6 @@ from shared.contracts.ids import IngressId, new_process_id
 from shared.ingress.config import IngressConfig
 from shared.ingress.served_models import load_models
 from shared.lifecycle.runtime import Runtime, run_service
-from shared.telemetry.setup import setup_telemetry
 
 PROBE_KEY_VARIABLE = "BATON_PROBE_KEY_FILE"
 PROBE_PAUSE_S = 0.5
@@ -36,8 +35,9 @@ async def main(runtime: Runtime) -> None:
     sock = bind(settings.gateway.host, settings.gateway.port)
     models = load_models(settings, runtime.env)
     stack.callback(models.close)
-    telemetry = await stack.enter_async_context(setup_telemetry(runtime.service, runtime.bus))
-    service = await stack.enter_async_context(GatewayService(runtime.bus, config, telemetry, models))
+    service = await stack.enter_async_context(
+        GatewayService(runtime.bus, config, runtime.telemetry, models, metrics=runtime.metrics)
+    )
     door = Door(service)
     listener = await stack.enter_async_context(serve(build_app(door), sock))
     stack.push_async_callback(_drain, runtime, listener, service)

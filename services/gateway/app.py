@@ -32,6 +32,7 @@ from shared.contracts.messages import Identity
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.openai_schema import ChatRequest, GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
+from shared.ingress.request_metrics import count_refused
 from shared.ingress.request_plan import make_plan
 from shared.ingress.served_models import ServedModel
 from shared.ingress.session import Session
@@ -74,18 +75,22 @@ class Door:
         try:
             session = await self._open(request, parse, span, arrived)
         except ClientDisconnect:
-            _end_failed(span, Cancelled("the client left", code="client_gone"))
+            self._refuse(span, Cancelled("the client left", code="client_gone"))
             return error_response(Cancelled("the client left"), echo)
         except BatonError as error:
-            _end_failed(span, error)
+            self._refuse(span, error)
             return error_response(error, echo)
         except Exception as exc:
             log.exception("a request failed")
-            _end_failed(span, as_baton_error(exc))
+            self._refuse(span, as_baton_error(exc))
             return internal_response(echo)
         finally:
             otel_context.detach(token)
         return SessionResponse(session, {"x-request-id": session.request_id} | echo)
+
+    def _refuse(self, span: Span, error: BatonError) -> None:
+        count_refused(self._service.ingress.metrics, error)
+        _end_failed(span, error)
 
     async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Session:
         service = self._service

@@ -33,6 +33,7 @@ from shared.ingress.ingress import Ingress
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModels
 from shared.ingress.session import Session
+from shared.telemetry.metrics import Metrics
 from shared.telemetry.setup import Telemetry
 from shared.telemetry.trace_buffer import TraceBuffer
 
@@ -57,11 +58,14 @@ class GatewayService:
         telemetry: Telemetry,
         models: ServedModels,
         clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics | None = None,
     ) -> None:
         self.config = config
         self.telemetry = telemetry
         self.models = models
-        self.ingress = Ingress(bus, config.ingress, telemetry, models, on_beat=self._on_beat, clock=clock)
+        self.ingress = Ingress(
+            bus, config.ingress, telemetry, models, on_beat=self._on_beat, metrics=metrics, clock=clock
+        )
         self.traces = TraceBuffer()
         self.cluster = Cluster()
         self._bus = bus

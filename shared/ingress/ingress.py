@@ -41,10 +41,12 @@ from shared.contracts.messages import (
 )
 from shared.ingress.config import IngressConfig
 from shared.ingress.liveness import Liveness
+from shared.ingress.request_metrics import read_in_flight
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModels
 from shared.ingress.session import Session, SessionHooks
 from shared.telemetry import attributes as a
+from shared.telemetry.metrics import Metrics
 from shared.telemetry.setup import Telemetry
 
 log = logging.getLogger("baton.ingress")
@@ -74,11 +76,15 @@ class Ingress:
         models: ServedModels,
         *,
         on_beat: OnBeat | None = None,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.telemetry = telemetry
         self.models = models
+        self.metrics = metrics or Metrics(config.service)
+        self.metrics.serve_models(models.names)
+        self.metrics.before_scrape(self._read_metrics)
         self.sessions: dict[RequestId, Session] = {}
         self.liveness = Liveness(config.alive_s)
         self.draining = False
@@ -197,6 +203,7 @@ class Ingress:
             epoch=epoch,
             on_settled=self._forget,
             hooks=hooks,
+            metrics=self.metrics,
             clock=self._clock,
         )
         self.sessions[session.request_id] = session
@@ -305,6 +312,9 @@ class Ingress:
                 while self.sessions or self._opening:
                     self._settled.clear()
                     await self._settled.wait()
+
+    def _read_metrics(self) -> None:
+        read_in_flight(self.metrics, self.models.names, (s.model.name for s in self.sessions.values()))
 
     def _forget(self, session: Session) -> None:
         self.sessions.pop(session.request_id, None)

@@ -36,10 +36,12 @@ from shared.contracts.tokens import pack_tokens
 from shared.ingress.choice_text import ChoiceText
 from shared.ingress.completion_body import Usage
 from shared.ingress.config import IngressConfig
+from shared.ingress.request_metrics import RequestMetrics
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModel
 from shared.ingress.settlement import publish_settlement
 from shared.telemetry import attributes as a
+from shared.telemetry.metrics import Metrics
 from shared.telemetry.token_timings import TokenTimings
 from shared.text import stream_effects as fx
 from shared.text.stream_choice import StreamRules
@@ -92,6 +94,7 @@ class Session:
         epoch: Epoch,
         on_settled: Callable[[Session], None],
         hooks: SessionHooks | None = None,
+        metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
@@ -122,6 +125,8 @@ class Session:
         self._context = trace.set_span_in_context(span)
         self._stream_span = tracer.start_span(f"{config.service}.stream", context=self._context)
         self._timings = TokenTimings(arrived)
+        self._metrics = RequestMetrics(metrics, model.name, arrived=arrived, epoch=epoch)
+        self._metrics.admitted(1, plan.sampling.max_tokens)
         self._text = ChoiceText(model.codec.tokenizer.token_bytes, plan.stops)
         self._unsent: list[str] = []
         self._unsent_bytes = 0
@@ -192,12 +197,16 @@ class Session:
 
     def apply(self, effects: list[fx.Effect]) -> None:
         """Carry effects out, in order."""
+        if self.stream.placed is not None:
+            self._metrics.placed(self._clock())
         settle: fx.SettleRequest | None = None
         acks: list[fx.AckFinal] = []
         for effect in effects:
             match effect:
                 case fx.Commit(token_ids=ids):
-                    self._timings.add(self._clock(), len(ids))
+                    now = self._clock()
+                    self._timings.add(now, len(ids))
+                    self._metrics.tokens(now, len(ids))
                     self._collect()
                 case fx.EndChoice(finish=finish):
                     self._text.finish()
@@ -207,10 +216,13 @@ class Session:
                 case fx.End():
                     self._news.set()
                     self._end_stream_span(effect)
+                    self._metrics.ended(self._clock(), effect, len(self.plan.prompt))
                 case fx.SubmitAttempt():
+                    self._metrics.submitted(effect.attempt.epoch)
                     self._run(self._submit(effect))
                 case fx.AskReplay():
                     self._replays += 1
+                    self._metrics.replayed()
                     self._run(self._replay(effect))
                 case fx.SendCancel():
                     self._run(self._send_cancel(effect))
@@ -330,9 +342,12 @@ class Session:
                 message = await self._hooks.before_settle(self, message)
             await publish_settlement(self._bus, message)
             self.booked.set()
+            self._metrics.settled(self._clock())
             for ack in acks:
                 await self._acknowledge(ack)
         finally:
+            if not self.booked.is_set():
+                self._metrics.unsettled()
             self._end_root_span(message)
             self.over.set()
             self._on_settled(self)

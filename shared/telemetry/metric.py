@@ -64,7 +64,7 @@ REFUSALS = (
 Kind = Literal["counter", "gauge", "histogram"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One metric. A counter's name gets `_total` when it is exposed.
 

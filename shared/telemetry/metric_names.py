@@ -204,10 +204,9 @@ IN_FLIGHT = Metric(
 REFUSED = Metric(
     "baton_requests_refused",
     "counter",
-    "Requests turned away before they were queued, by the stable code of the error; "
-    "model_name is `other` when the request named no model that is served.",
+    "Requests turned away before they were queued, by the stable code of the error.",
     INGRESSES,
-    {**MODEL, "reason": REFUSALS},
+    {"reason": REFUSALS},
 )
 FAILED = Metric(
     "baton_requests_failed",

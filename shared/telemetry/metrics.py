@@ -39,14 +39,15 @@ class Metrics:
     def __init__(self, service: str, *, models: Iterable[str] = (), tenant_labels: bool = False) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._models = tuple(models)
-        self._bound: dict[str, str] = {"model_name": self._models[0] if self._models else ""}
+        self._models: tuple[str, ...] = ()
+        self._bound: dict[str, str] = {}
         self._tenants: set[str] = set()
         self._readers: list[Callable[[], None]] = []
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         self._children: dict[tuple[str, tuple[tuple[str, str], ...]], Family] = {}
         self._families: dict[str, Family | None] = {}
         self._zeroed = False
+        self.serve_models(models)
         for metric in of_service(service):
             hidden = "tenant" in metric.labels and not tenant_labels
             self._families[metric.name] = None if hidden else _family(metric, self.registry)
@@ -57,6 +58,11 @@ class Metrics:
         """Values this process gives its open labels, such as `engine`, from now on."""
         self._bound.update(labels)
         self._zeroed = False
+
+    def serve_models(self, models: Iterable[str]) -> None:
+        """The values of `model_name` from now on; any other is `other`. The first is meant where none is given."""
+        self._models = tuple(models)
+        self.bind(model_name=self._models[0] if self._models else "")
 
     def before_scrape(self, read: Callable[[], None]) -> None:
         """Call `read` before every exposition: it sets gauges from what is true then."""
