@@ -60,7 +60,7 @@ class Stream:
     def end(self, limit_s: float = END_S) -> Stream:
         """When it has ended well; raises what the client library raised."""
         self._done.result(limit_s)
-        assert self.finish == "length"
+        assert self.finish in ("length", "stop")
         return self
 
     def error(self) -> Exception:

@@ -26,13 +26,16 @@ def begin(stack: Baton, count: int, max_tokens: int) -> list[Stream]:
 
 
 def resumed_after_s(stream: Stream, killed: float) -> float:
-    """Seconds from the kill to the first piece that came from another worker: the end of the longest silence."""
+    """Seconds from the kill to the first piece that came from another worker: the end of the longest silence.
+
+    The last piece may have come just before the kill was seen.
+    """
     gaps = [(after - before, after) for before, after in pairwise(stream.times) if after > killed]
-    return max(gaps)[1] - killed
+    return max(gaps)[1] - killed if gaps else 0.0
 
 
 def kill_and_compare(stack: Baton, count: int, max_tokens: int) -> list[float]:
-    undisturbed = [stream.end().text for stream in begin(stack, count, max_tokens)]
+    undisturbed = [stream.end(RESUME_S * 3).text for stream in begin(stack, count, max_tokens)]
     streams = [stream.flowing() for stream in begin(stack, count, max_tokens)]
     kill(stack, stack.pid("decode"))
     killed = time.monotonic()
