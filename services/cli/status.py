@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from services.cli.state import StackRecord, running_stack
+from services.cli.state import StackRecord, StateFolder, running_stack, state_path
+from shared.lifecycle.ready import read_ready
 
 TIMEOUT_S = 5.0
 
@@ -28,11 +30,18 @@ def main(argv: Sequence[str]) -> int:
         return 1
     cluster = _cluster(stack)
     shown = {name: value for name, value in asdict(stack).items() if not name.endswith("_key")} | (cluster or {})
+    shown["metrics"] = metrics_urls(StateFolder(state_path(os.environ)).run)
     print(json.dumps(shown) if options.json else "\n".join(lines(shown)))
     if cluster is None:
         print(f"baton status: the gateway at {stack.url} does not answer", file=sys.stderr)
         return 1
     return 0
+
+
+def metrics_urls(run: Path) -> dict[str, str]:
+    """Process name to the address of its metrics, as the ready files of the stack tell now."""
+    found = {path.stem: read_ready(path) or {} for path in sorted(run.glob("*.ready"))}
+    return {name: facts["metrics_url"] for name, facts in found.items() if facts.get("metrics_url")}
 
 
 def _cluster(stack: StackRecord) -> dict[str, Any] | None:
@@ -66,4 +75,5 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
             f"{worker['id']:<24}{worker['running']:>8}{worker['waiting']:>8}{worker['queue_tokens']:>14}"
             f"{f'{free}/{total}':>14}{worker['age_s']:>7.1f}s{notes}"
         )
+    found += [f"metrics    {name:<20} {url}" for name, url in shown.get("metrics", {}).items()]
     return found

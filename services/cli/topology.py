@@ -10,6 +10,7 @@ from pathlib import Path
 from services.cli.child import ChildSpec, ReadyProbe
 from services.cli.credentials import Credentials
 from services.cli.state import StateFolder
+from shared.contracts.errors import SettingsError
 from shared.lifecycle.ready import READY_VARIABLE, read_ready
 from shared.lifecycle.runtime import NATS_PASSWORD_VARIABLE
 from shared.settings.load import ROOT, as_environment
@@ -62,6 +63,17 @@ def instance_names(settings: Settings) -> dict[str, str]:
     return names
 
 
+def metrics_ports(settings: Settings) -> dict[str, int]:
+    """Process name to port of its metrics: counted on from the one that is set, all 0 when any will do.
+
+    Raises SettingsError when there are not so many ports.
+    """
+    names, first = instance_names(settings), settings.metrics.port
+    if first + len(names) > 65536:
+        raise SettingsError(f"metrics.port = {first}: {len(names)} processes count on from it", param="metrics.port")
+    return {name: first + number if first else 0 for number, name in enumerate(names)}
+
+
 def stop_order(settings: Settings) -> list[list[str]]:
     """Groups of process names; a group stops when the one before it has.
 
@@ -102,6 +114,7 @@ def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str
         **base_environment(env),
         **as_environment(plan.settings),
         READY_VARIABLE: str(plan.state.ready(name)),
+        "BATON_METRICS_PORT": str(metrics_ports(plan.settings)[name]),
         # A worker's threads sleep while they wait: the other workers need the core.
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -23,7 +23,7 @@ from services.cli.probe import first_token
 from services.cli.screen import Progress, ready_screen
 from services.cli.state import StackRecord, StateFolder, state_path
 from services.cli.supervisor import Supervisor
-from services.cli.topology import StackPlan, instance_names, service_spec, stop_order
+from services.cli.topology import StackPlan, instance_names, metrics_ports, service_spec, stop_order
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.stop import stop_on_signals
 from shared.model.folder import check_model_folder
@@ -84,7 +84,10 @@ async def _serve(
     supervisor: Supervisor,
     progress: Progress,
 ) -> None:
-    _check_port(settings.gateway.host, settings.gateway.port)
+    _check_port(settings.gateway.host, settings.gateway.port, "gateway.port", "with --port")
+    if settings.metrics.enabled and settings.metrics.port:
+        for port in metrics_ports(settings).values():
+            _check_port(settings.metrics.host, port, "metrics.port", "with [metrics] port")
     starting = asyncio.create_task(_start(settings, env, state, supervisor, progress))
     try:
         if not await _unless_stopped(starting, stop):
@@ -199,7 +202,7 @@ async def _with_servers(plan: StackPlan, env: Mapping[str, str], supervisor: Sup
     specs: list[ChildSpec] = []
     port = servers.free_port()
     if plan.own_nats:
-        specs.append(servers.nats_spec(plan.state, plan.credentials, env))
+        specs.append(servers.nats_spec(plan.state, plan.credentials, env, settings.bus.port))
     if plan.own_redis:
         specs.append(servers.redis_spec(plan.state, plan.credentials, env, port))
     facts = await supervisor.start(specs) if specs else {}
@@ -233,16 +236,16 @@ def _same_port(spec: ChildSpec, port: int) -> ChildSpec:
     return replace(spec, env={**spec.env, "BATON_GATEWAY_PORT": str(port)})
 
 
-def _check_port(host: str, port: int) -> None:
-    """Raise SettingsError when the gateway could not listen there: sooner and plainer than its own failure."""
+def _check_port(host: str, port: int, param: str, setting: str) -> None:
+    """Raise SettingsError when a process could not listen there: sooner and plainer than its own failure."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as exc:
             raise SettingsError(
-                f"cannot listen on {host} port {port}: {exc.strerror}; choose another with --port (0 takes a free one)",
-                param="gateway.port",
+                f"cannot listen on {host} port {port}: {exc.strerror}; choose another {setting} (0 takes a free one)",
+                param=param,
             ) from exc
 
 

@@ -35,7 +35,7 @@ from shared.settings.load import load_settings, settings_file
 from shared.settings.sections import Settings
 from shared.store.secrets import read_secret, read_secret_text, secret_path
 from shared.telemetry.metrics import Metrics
-from shared.telemetry.metrics_server import serve_metrics
+from shared.telemetry.metrics_server import metrics_url, serve_metrics
 from shared.telemetry.process_metrics import process_metrics
 from shared.telemetry.setup import Telemetry, setup_telemetry
 
@@ -50,8 +50,8 @@ class Runtime:
     """One service's surroundings while it runs.
 
     `service` is the name of the NATS user and of `service.name` (with hyphens). `stop` is set by SIGTERM, SIGINT, or
-    when the bus gives up. What `main` enters into `stack` is left before the bus closes. `metrics` are served on
-    `metrics_port` (0: they are not).
+    when the bus gives up. What `main` enters into `stack` is left before the bus closes. `metrics` are served at
+    `metrics_url` (empty: they are not).
     """
 
     service: str
@@ -62,12 +62,12 @@ class Runtime:
     env: Mapping[str, str]
     telemetry: Telemetry
     metrics: Metrics
-    metrics_port: int
+    metrics_url: str
 
     def ready(self, **facts: Any) -> None:
         """Tell whoever started this process that it is ready; `facts` such as `port=8080` go along."""
         log.info("ready%s", "".join(f" {name}={value}" for name, value in facts.items()))
-        report_ready(self.env, metrics_port=self.metrics_port, **facts)
+        report_ready(self.env, metrics_url=self.metrics_url, **facts)
 
     @property
     def superseded(self) -> bool:
@@ -100,12 +100,12 @@ async def service_runtime(service: str, env: Mapping[str, str] | None = None) ->
     async with AsyncExitStack() as outer:
         bus = await outer.enter_async_context(connect_bus(settings.bus.nats_url, service, password=password, lost=stop))
         telemetry = await outer.enter_async_context(setup_telemetry(service, bus, settings.telemetry.otlp_endpoint))
-        metrics, port = process_metrics(service, settings, bus, telemetry), 0
+        metrics, url = process_metrics(service, settings, bus, telemetry), ""
         if settings.metrics.enabled:
             listener = serve_metrics(metrics, settings.metrics.host, settings.metrics.port)
-            port = await outer.enter_async_context(listener)
+            url = metrics_url(settings.metrics.host, await outer.enter_async_context(listener))
         stack = await outer.enter_async_context(AsyncExitStack())
-        yield Runtime(service, settings, bus, stop, stack, env, telemetry, metrics, port)
+        yield Runtime(service, settings, bus, stop, stack, env, telemetry, metrics, url)
         log.info("stopping")
 
 

@@ -502,7 +502,10 @@ INDEX_REPLAYS = Metric(
     "baton_index_replays", "counter", "Snapshots asked of workers, new or with a gap.", ("prefix-cache-index",)
 )
 SCOPES_RAISED = Metric(
-    "baton_scope_generations_raised", "counter", "Scopes ended by a higher generation.", ("prefix-cache-index",)
+    "baton_scope_generations_raised",
+    "counter",
+    "Scope generations learned: of a tenant seen first, or risen.",
+    ("prefix-cache-index",),
 )
 
 # ---------------------------------------------------------------------------------------- batch

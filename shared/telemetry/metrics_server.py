@@ -25,6 +25,12 @@ ANSWER_S = 5.0
 """Time for a request's head to come, and for its answer to be read."""
 
 
+def metrics_url(host: str, port: int) -> str:
+    """Where a process on this machine finds them."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}"
+
+
 @asynccontextmanager
 async def serve_metrics(metrics: Metrics, host: str, port: int) -> AsyncIterator[int]:
     """Answer scrapes while the block runs; yields the port. Raises SettingsError when it cannot listen there.
