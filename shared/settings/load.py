@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.contracts.errors import SettingsError
-from shared.settings.sections import SECTIONS, Section, Settings
+from shared.settings.models import parse_models
+from shared.settings.sections import SECTIONS, ModelEntry, Section, Settings
 from shared.settings.toml_lines import key_lines
 
 SCHEMA = 1
@@ -23,6 +25,8 @@ SHORT_NAMES = {
     "OTEL_EXPORTER_OTLP_ENDPOINT": "telemetry.otlp_endpoint",
 }
 """Variables other tools use too. `BATON_<SECTION>_<FIELD>` wins over them."""
+MODELS_VARIABLE = "BATON_MODELS"
+"""The `[[models]]` tables as JSON. Set, also to [], it stands for all a file says of models."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +46,12 @@ class _Given:
     strict: bool  # a file has types of its own; flags and environment are text
 
 
+@dataclass(frozen=True, slots=True)
+class _Models:
+    entries: tuple[ModelEntry, ...]
+    origin: str
+
+
 def load_settings(
     flags: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, file: Path | None = None
 ) -> LoadedSettings:
@@ -49,12 +59,16 @@ def load_settings(
 
     Args:
         flags: `section.field` to value; None values are left out.
-        env: the environment; `BATON_<SECTION>_<FIELD>`, `NATS_URL`, `REDIS_URL`.
+        env: the environment; `BATON_<SECTION>_<FIELD>`, `BATON_MODELS`, `NATS_URL`, `REDIS_URL`.
         file: a `baton.toml`; None when there is none.
 
-    Raises SettingsError naming the flag, variable, or file and line: unknown field, wrong type, value out of range.
+    Raises SettingsError naming the flag, variable, or file and line: unknown field, wrong type, value out of range,
+    both `[model]` and `[[models]]`.
     """
-    given = _from_file(file) if file is not None else {}
+    given, models = _from_file(file) if file is not None else ({}, None)
+    if (told := _models_from_environment(env or {})) is not None:
+        models = told
+        given = {name: found for name, found in given.items() if not name.startswith("model.")}
     given |= _from_environment(env or {})
     for name, value in (flags or {}).items():
         if value is not None:
@@ -66,12 +80,16 @@ def load_settings(
             if (found := given.get(f"{section}.{field}")) is not None:
                 values[field] = _checked(table_type, section, field, found)
         tables[section] = table_type(**values)
+    if models is not None and models.entries:
+        _require_one_form(given, models)
     origins = {
         name: given[name].origin if name in given else "default"
         for section, table_type in SECTIONS.items()
         for name in (f"{section}.{field}" for field in table_type.model_fields)
     }
-    return LoadedSettings(Settings(**tables), origins)
+    if models is None:
+        return LoadedSettings(Settings(**tables), origins)
+    return LoadedSettings(Settings(**tables, models=models.entries), origins | {"models": models.origin})
 
 
 def settings_file(env: Mapping[str, str], chosen: str | None = None) -> Path | None:
@@ -90,8 +108,10 @@ def settings_file(env: Mapping[str, str], chosen: str | None = None) -> Path | N
 
 def as_environment(settings: Settings) -> dict[str, str]:
     """Variables that give a child process exactly these settings."""
-    variables: dict[str, str] = {}
+    variables = {MODELS_VARIABLE: json.dumps([entry.model_dump() for entry in settings.models])}
     for section in SECTIONS:
+        if section == "model" and settings.models:
+            continue
         for field, value in getattr(settings, section).model_dump().items():
             variables[variable(section, field)] = str(value).lower() if isinstance(value, bool) else str(value)
     return variables
@@ -102,7 +122,7 @@ def variable(section: str, field: str) -> str:
     return f"BATON_{section}_{field}".upper()
 
 
-def _from_file(path: Path) -> dict[str, _Given]:
+def _from_file(path: Path) -> tuple[dict[str, _Given], _Models | None]:
     try:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
@@ -117,6 +137,9 @@ def _from_file(path: Path) -> dict[str, _Given]:
     if schema != SCHEMA:
         found = "is missing" if schema is None else f"is {schema!r}"
         raise SettingsError(f"{place('schema')}: schema {found}; this version reads schema = {SCHEMA}", param="schema")
+    models = None
+    if "models" in tables:
+        models = _Models(parse_models(tables.pop("models"), place), place("models"))
     given: dict[str, _Given] = {}
     for section, table in tables.items():
         if section not in SECTIONS or not isinstance(table, dict):
@@ -124,7 +147,28 @@ def _from_file(path: Path) -> dict[str, _Given]:
         for field, value in table.items():
             name = f"{section}.{field}"
             given[_known(name, place(name))] = _Given(value, place(name), strict=True)
-    return given
+    return given, models
+
+
+def _models_from_environment(env: Mapping[str, str]) -> _Models | None:
+    text, origin = env.get(MODELS_VARIABLE, ""), f"environment {MODELS_VARIABLE}"
+    if not text.strip():
+        return None
+    try:
+        tables = json.loads(text)
+    except ValueError as exc:
+        raise SettingsError(f"{origin}: not JSON: {exc}", param=MODELS_VARIABLE) from exc
+    return _Models(parse_models(tables, lambda name: f"{origin}: {name}"), origin)
+
+
+def _require_one_form(given: Mapping[str, _Given], models: _Models) -> None:
+    for name, found in given.items():
+        if name.startswith("model."):
+            raise SettingsError(
+                f"{found.origin}: {name} and {models.origin}: [[models]] are both given; "
+                "name one model in [model] or all of them in [[models]]",
+                param=name,
+            )
 
 
 def _from_environment(env: Mapping[str, str]) -> dict[str, _Given]:

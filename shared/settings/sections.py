@@ -10,6 +10,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+POOL_PATTERN = r"^[a-z0-9-]{1,40}$"
+
 
 class Section(BaseModel):
     """A table of `baton.toml`."""
@@ -32,9 +34,26 @@ class ModelSettings(Section):
     path: str = Field("", description="folder with config.json, safetensors and tokenizer.json; empty: default model")
     name: str = Field("smollm2-135m-instruct", min_length=1, description="name clients ask for")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="weights and KV")
-    pool: str = Field(
-        "default", pattern=r"^[a-z0-9-]{1,40}$", description="model pool: part of the scheduler's subjects"
+    pool: str = Field("default", pattern=POOL_PATTERN, description="model pool: part of the scheduler's subjects")
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="sampling when a client names none: the model's own defaults, or the API's"
     )
+
+
+class ModelEntry(Section):
+    """One of several models, each with a pool of workers of its own. A table of `[[models]]`."""
+
+    name: str = Field(min_length=1, description="name clients ask for")
+    path: str = Field("", description="folder with config.json, safetensors and tokenizer.json; empty: default model")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="weights and KV")
+    pool: str = Field("", pattern=rf"^$|{POOL_PATTERN}", description="its pool; empty: derived from the name")
+    generation_config: Literal["auto", "none"] = Field(
+        "auto", description="sampling when a client names none: the model's own defaults, or the API's"
+    )
+    aliases: tuple[str, ...] = Field((), description="other names clients may ask for")
+    prefill: int | None = Field(None, ge=0, le=64, description="prefill workers; none: as [workers] says")
+    decode: int | None = Field(None, ge=1, le=64, description="decode workers; none: as [workers] says")
+    pool_bytes: int = Field(0, ge=0, description="size of each of its workers' pools, bytes; 0: as [kv] says")
 
 
 class KvSettings(Section):
@@ -94,9 +113,7 @@ class BatchSettings(Section):
         ge=0,
         description="prompt tokens a tenant may have waiting in batches; 0 = no limit",
     )
-    max_queued_lines: int = Field(
-        10_000, ge=1, description="most lines a tenant may have waiting that came over NATS"
-    )
+    max_queued_lines: int = Field(10_000, ge=1, description="most lines a tenant may have waiting that came over NATS")
     window_s: float = Field(86400.0, gt=0, description="time a batch may take before it expires, seconds")
 
 
@@ -152,12 +169,13 @@ class TelemetrySettings(Section):
 
 
 class Settings(BaseModel):
-    """All sections."""
+    """All sections. Which models there are, in either form, tells `shared/settings/models.py`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gateway: GatewaySettings = GatewaySettings()
     model: ModelSettings = ModelSettings()
+    models: tuple[ModelEntry, ...] = Field((), description="several models instead of [model]")
     kv: KvSettings = KvSettings()
     engine: EngineSettings = EngineSettings()
     scheduler: SchedulerSettings = SchedulerSettings()

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import re
 
+_ARRAY = re.compile(r"^\s*\[\[\s*([^\[\]]+?)\s*\]\]\s*(?:#.*)?$")
 _TABLE = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"""^\s*([A-Za-z0-9_\-."']+)\s*=\s*(.*)$""")
 _MULTILINE = ('"""', "'''")
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Line (from 1) of each `table.key` and of each table header, in dotted form.
+    """Line (from 1) of each `table.key` and of each table header, in dotted form; of `[[tables]]` as `tables.0.key`.
 
     Good for files of tables with one key a line, multi-line strings included; keys inside inline tables share the line
     of the table.
     """
     lines: dict[str, int] = {}
     table, closing = "", ""
+    counts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if closing:
             if closing in line:
                 closing = ""
             continue
-        if header := _TABLE.match(line):
+        if array := _ARRAY.match(line):
+            name = _plain(array[1])
+            lines.setdefault(name, number)
+            table = f"{name}.{counts.get(name, 0)}"
+            lines[table] = number
+            counts[name] = counts.get(name, 0) + 1
+        elif header := _TABLE.match(line):
             table = _plain(header[1])
             lines.setdefault(table, number)
         elif pair := _KEY.match(line):

@@ -8,7 +8,8 @@ import pytest
 
 from shared.contracts.errors import SettingsError
 from shared.settings.load import ROOT, as_environment, load_settings, settings_file
-from shared.settings.sections import SECTIONS, Settings
+from shared.settings.models import for_model, num_workers, only_model, pool_name, served_models
+from shared.settings.sections import SECTIONS, ModelEntry, Settings
 from shared.settings.toml_lines import key_lines
 
 
@@ -92,7 +93,7 @@ def test_a_chosen_file_must_exist(tmp_path: Path) -> None:
 
 
 def test_every_field_is_described() -> None:
-    for section in SECTIONS.values():
+    for section in (*SECTIONS.values(), ModelEntry):
         assert section.__doc__
         assert all(field.description for field in section.model_fields.values())
 
@@ -106,6 +107,101 @@ def test_the_committed_file_shows_every_default() -> None:
     assert shown == {f"{name}.{field}" for name, section in SECTIONS.items() for field in section.model_fields}
 
 
+MODELS = """schema = 1
+[workers]
+decode = 2
+[[models]]
+name = "Big/One.5"
+path = "/big"
+aliases = ["big", "gpt"]
+[[models]]  # the other
+name = "small"
+dtype = "bfloat16"
+pool = "s"
+prefill = 0
+pool_bytes = 1000
+"""
+
+
+def test_several_models(tmp_path: Path) -> None:
+    file = write(tmp_path, MODELS)
+    loaded = load_settings(file=file)
+    big, small = served_models(loaded.settings)
+    assert (big.name, big.path, big.aliases, big.dtype, big.pool) == (
+        "Big/One.5",
+        "/big",
+        ("big", "gpt"),
+        "float32",
+        "big-one-5",
+    )
+    assert (big.prefill, big.decode, big.pool_bytes) == (1, 2, 0)
+    assert (small.dtype, small.pool, small.prefill, small.decode, small.pool_bytes) == ("bfloat16", "s", 0, 2, 1000)
+    assert num_workers(loaded.settings) == 5
+    assert loaded.origins["models"] == f"{file}:4"
+    with pytest.raises(SettingsError, match=r"serves one of the models Big/One\.5, small"):
+        only_model(loaded.settings)
+    # to children: all of them, or one in the short form, whatever the file says
+    assert load_settings(env=as_environment(loaded.settings), file=file).settings == loaded.settings
+    own = for_model(loaded.settings, small)
+    assert load_settings(env=as_environment(own), file=file).settings == own
+    assert only_model(own).pool == "s"
+    assert (own.model.name, own.workers.prefill, own.kv.pool_bytes) == ("small", 0, 1000)
+
+
+def test_the_short_form_is_one_model() -> None:
+    (model,) = served_models(load_settings({"model.name": "x", "workers.decode": 3, "kv.pool_bytes": 7}).settings)
+    assert (model.name, model.pool, model.prefill, model.decode, model.pool_bytes) == ("x", "default", 1, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("schema = 1\n[[models]]\nname = 'a'\n[model]\nname = 'b'\n", 5, ":2: [[models]] are both given"),
+        ("schema = 1\n[[models]]\nname = 'a'\ndtyp = 'x'\n", 4, "unknown field 'dtyp' in [[models]]; known are name"),
+        ("schema = 1\n[[models]]\nname = 'a'\n[[models]]\nname = 'b'\ndtype = 'int3'\n", 6, "models.1.dtype = 'int3'"),
+        ("schema = 1\n[[models]]\nname = 'a'\n[[models]]\npath = '/b'\n", 4, "models.1.name: field required"),
+        ("schema = 1\n[[models]]\nname = 'a'\ndecode = '2'\n", 4, "models.0.decode = '2'"),
+        ("schema = 1\n[[models]]\nname = 'a'\npool = 'A b'\n", 4, "models.0.pool = 'A b'"),
+        ("schema = 1\n[[models]]\nname = 'a'\n[[models]]\nname = 'a'\n", 4, "names must differ: 'a'"),
+        ("schema = 1\n[[models]]\nname = 'a'\n[[models]]\nname = 'b'\naliases = ['a']\n", 4, "names must differ"),
+        ("schema = 1\n[[models]]\nname = 'a.b'\n[[models]]\nname = 'a-b'\n", 4, "pools must differ: 'a-b'"),
+        ("schema = 1\n[models]\nname = 'a'\n", 2, "must be [[models]] tables"),
+        ("schema = 1\nmodels = ['a']\n", 2, "must be [[models]] tables"),
+    ],
+)
+def test_wrong_models_are_refused_with_their_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file=file)
+    assert caught.value.message.startswith(f"{file}:{line}: ")
+    assert words in caught.value.message
+
+
+def test_models_from_the_environment_stand_for_all_a_file_says_of_them(tmp_path: Path) -> None:
+    single = write(tmp_path, "schema = 1\n[model]\nname = 'file'\n")
+    env = {"BATON_MODELS": '[{"name": "a"}, {"name": "b", "aliases": ["c"]}]'}
+    assert [m.name for m in served_models(load_settings(env=env, file=single).settings)] == ["a", "b"]
+    several = write(tmp_path, MODELS)
+    env = {"BATON_MODELS": "[]", "BATON_MODEL_NAME": "own"}
+    assert [m.name for m in served_models(load_settings(env=env, file=several).settings)] == ["own"]
+    with pytest.raises(SettingsError, match=r"flag: model\.path and .*baton\.toml:4: \[\[models\]\] are both given"):
+        load_settings({"model.path": "/x"}, file=several)
+    with pytest.raises(SettingsError, match="environment BATON_MODELS: not JSON"):
+        load_settings(env={"BATON_MODELS": "{"})
+    with pytest.raises(SettingsError, match=r"environment BATON_MODELS: models\.0\.prefill"):
+        load_settings(env={"BATON_MODELS": '[{"name": "a", "prefill": -1}]'})
+
+
+@pytest.mark.parametrize(
+    ("model", "pool"),
+    [("Qwen/Qwen2.5-0.5B", "qwen-qwen2-5-0-5b"), ("a" * 60, "a" * 40), ("日本", "model"), ("-x-", "x")],
+)
+def test_a_pool_is_named_after_its_model(model: str, pool: str) -> None:
+    assert pool_name(model) == pool
+
+
 def test_key_lines() -> None:
     text = 'a = 1\n\n[b] # c\n"d" = """\nx = 1\n"""\ne.f = 2\n'
     assert key_lines(text) == {"a": 1, "b": 3, "b.d": 4, "b.e.f": 7}
+    arrays = "[[m]]\na = 1\n[x]\na = 1\n[[ m ]] # c\na = 2\n"
+    assert key_lines(arrays) == {"m": 1, "m.0": 1, "m.0.a": 2, "x": 3, "x.a": 4, "m.1": 5, "m.1.a": 6}

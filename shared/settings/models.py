@@ -1,0 +1,125 @@
+"""Which models are served: the `[[models]]` tables, or the one of `[model]`, `[workers]` and `[kv]`. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from shared.contracts.errors import SettingsError
+from shared.settings.sections import ModelEntry, Settings
+
+MAX_POOL_CHARS = 40
+
+
+def served_models(settings: Settings) -> tuple[ModelEntry, ...]:
+    """Every model with nothing left open but its folder and its memory, in the order given."""
+    model, workers = settings.model, settings.workers
+    entries = settings.models or (
+        ModelEntry(
+            name=model.name,
+            path=model.path,
+            dtype=model.dtype,
+            pool=model.pool,
+            generation_config=model.generation_config,
+        ),
+    )
+    return tuple(
+        entry.model_copy(
+            update={
+                "pool": entry.pool or pool_name(entry.name),
+                "prefill": workers.prefill if entry.prefill is None else entry.prefill,
+                "decode": workers.decode if entry.decode is None else entry.decode,
+                "pool_bytes": entry.pool_bytes or settings.kv.pool_bytes,
+            }
+        )
+        for entry in entries
+    )
+
+
+def num_workers(settings: Settings) -> int:
+    """Workers of all models together."""
+    return sum((entry.prefill or 0) + (entry.decode or 0) for entry in served_models(settings))
+
+
+def for_model(settings: Settings, entry: ModelEntry) -> Settings:
+    """The settings of a process that serves one model's pool: in the short form, whichever form they had."""
+    model = settings.model.model_copy(
+        update={name: getattr(entry, name) for name in ("name", "path", "dtype", "pool", "generation_config")}
+    )
+    workers = settings.workers.model_copy(update={"prefill": entry.prefill, "decode": entry.decode})
+    kv = settings.kv.model_copy(update={"pool_bytes": entry.pool_bytes})
+    return settings.model_copy(update={"models": (), "model": model, "workers": workers, "kv": kv})
+
+
+def only_model(settings: Settings) -> ModelEntry:
+    """The model of a process that serves one pool. Raises SettingsError when there are several."""
+    entries = served_models(settings)
+    if len(entries) > 1:
+        names = ", ".join(entry.name for entry in entries)
+        raise SettingsError(
+            f"this process serves one of the models {names}; tell it which by BATON_MODELS=[] and BATON_MODEL_NAME, "
+            "BATON_MODEL_PATH, BATON_MODEL_DTYPE and BATON_MODEL_POOL",
+            param="models",
+        )
+    return entries[0]
+
+
+def pool_name(model: str) -> str:
+    """A model's name as the name of a pool, which is part of subjects: `Qwen/Qwen2.5-0.5B` → `qwen-qwen2-5-0-5b`."""
+    return re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")[:MAX_POOL_CHARS].strip("-") or "model"
+
+
+def parse_models(tables: object, place: Callable[[str], str]) -> tuple[ModelEntry, ...]:
+    """The entries of `[[models]]`.
+
+    Args:
+        tables: parsed TOML or JSON.
+        place: where `models`, `models.0` or `models.0.name` stands, for errors.
+
+    Raises:
+        SettingsError: not tables, an unknown field, a wrong value, or a name or pool that two of them have.
+    """
+    if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
+        raise SettingsError(f"{place('models')}: models must be [[models]] tables", param="models")
+    entries = tuple(_entry(table, f"models.{number}", place) for number, table in enumerate(tables))
+    _require_distinct([(entry.name, *entry.aliases) for entry in entries], "name", "names", place)
+    pools = [(entry.pool or pool_name(entry.name),) for entry in entries]
+    _require_distinct(pools, "pool", "pools", place)
+    return entries
+
+
+def _entry(table: Mapping[str, Any], name: str, place: Callable[[str], str]) -> ModelEntry:
+    fields = ModelEntry.model_fields
+    for field in table:
+        if field not in fields:
+            raise SettingsError(
+                f"{place(f'{name}.{field}')}: unknown field {field!r} in [[models]]; known are {', '.join(fields)}",
+                param=f"{name}.{field}",
+            )
+    values = {field: tuple(value) if isinstance(value, list) else value for field, value in table.items()}
+    try:
+        return ModelEntry.model_validate(values, strict=True)
+    except ValidationError as exc:
+        fault = exc.errors()[0]
+        field, reason = str(fault["loc"][0]), fault["msg"]
+        given = f" = {table[field]!r}" if field in table else ""
+        where = f"{name}.{field}" if field in table else name
+        raise SettingsError(
+            f"{place(where)}: {name}.{field}{given}: {reason[:1].lower()}{reason[1:]}", param=f"{name}.{field}"
+        ) from exc
+
+
+def _require_distinct(groups: Sequence[Sequence[str]], field: str, what: str, place: Callable[[str], str]) -> None:
+    seen: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        for value in group:
+            if value in seen:
+                raise SettingsError(
+                    f"{place(f'models.{number}')}: {what} must differ: {value!r} is also in "
+                    f"{place(f'models.{seen[value]}')}",
+                    param=f"models.{number}.{field}",
+                )
+            seen[value] = number
