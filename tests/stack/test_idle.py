@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(1800)]
 
 IDLE_S = 20.0
 IDLE_SHARE = 0.15
-"""Of one core. Idle machines are held to 0.05 (docs/results/idle.txt); here others may compute, which costs time too."""
+"""Of one core. An idle machine is held to 0.05 (docs/results/idle.txt); here others may compute, which costs too."""
 REQUESTS = 10_000
 WARM = 2_000
 GROWTH_BYTES = 8 * 2**20
