@@ -36,9 +36,6 @@ log = logging.getLogger("baton.batch")
 DURABLE = "batch"
 LOOK_S = 2.0
 """How often the list of tenants is looked at. A change is taken up once it is as old: NATS must have read its part."""
-KEEP_S = 7 * 86400
-"""How long a result may be fetched."""
-TRIM_S = 600.0
 
 _FULL = {
     "over_limit": LineFault(
@@ -174,16 +171,11 @@ class Intake:
                     log.warning("the queue of tenant %s is not open: %s", tenant, exc.message)
 
     async def _watch(self) -> None:
-        trimmed = 0.0
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 if _age_s(self._file) >= LOOK_S:
                     await self._follow(_listed(self._file))
-                if time.monotonic() - trimmed >= TRIM_S:
-                    for tenant in tuple(self._lines):
-                        await self._store.queue.trim(tenant, int(self._clock()) - KEEP_S)
-                    trimmed = time.monotonic()
             except BatonError as exc:
                 log.warning("queue: %s", exc.message)
 

@@ -107,15 +107,16 @@ def nats_config(passwords: Mapping[str, str], tenants: Mapping[TenantId, str] | 
     """
     tenants = tenants or {}
     ids = [check_tenant(tenant) for tenant in sorted(tenants)]
-    services = {
+    services: dict[str, object] = {
         "jetstream": "enabled",
         "users": [_user(user, passwords[user], permissions(user, ids)) for user in USERS],
         "exports": [{kind: hop.pattern, "account_token_position": TENANT_TOKEN} for kind, hop in _crossing()],
     }
+    accounts = {ACCOUNT: services} | {str(tenant): _account(tenant, tenants[tenant]) for tenant in ids}
     config = {
         "max_payload": MAX_PAYLOAD_BYTES,
         "jetstream": {"max_mem": MAX_MEMORY_BYTES, "max_file": MAX_FILE_BYTES},
-        "accounts": {ACCOUNT: services, **{tenant: _account(tenant, tenants[tenant]) for tenant in ids}},
+        "accounts": accounts,
     }
     return json.dumps(config, indent=2) + "\n"
 

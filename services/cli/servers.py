@@ -58,9 +58,9 @@ def valkey_binary() -> Path:
     raise SettingsError("valkey-server is not installed; set REDIS_URL to use a running Redis", param="REDIS_URL")
 
 
-def nats_spec(state: StateFolder, credentials: Credentials, env: Mapping[str, str]) -> ChildSpec:
-    """nats-server on a free port, which it reports as `url`; keeps its streams in the state folder."""
-    command = (str(nats_binary()), "-c", str(credentials.nats_config), "-a", LOOPBACK, "-p", "-1")
+def nats_spec(state: StateFolder, credentials: Credentials, env: Mapping[str, str], port: int = 0) -> ChildSpec:
+    """nats-server on `port` (0: a free one), which it reports as `url`; keeps its streams in the state folder."""
+    command = (str(nats_binary()), "-c", str(credentials.nats_config), "-a", LOOPBACK, "-p", str(port or -1))
     return ChildSpec(
         name="nats",
         command=(*command, "-sd", str(state.nats), "--ports_file_dir", str(state.run)),
@@ -70,6 +70,21 @@ def nats_spec(state: StateFolder, credentials: Credentials, env: Mapping[str, st
         ready=_nats_ready(state.run),
         start_timeout_s=30.0,
     )
+
+
+def running_nats(folder: Path, config: Path) -> tuple[int, str] | None:
+    """Process id and URL of the living nats-server that was started with `config` and reports in `folder`."""
+    for path in folder.glob("nats-server_*.ports"):
+        pid = path.stem.rpartition("_")[2]
+        try:
+            # One that was killed leaves its report behind, and its number may be another process' by now.
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            url = str(json.loads(path.read_text())["nats"][0])
+        except (OSError, ValueError, LookupError):
+            continue
+        if str(config).encode() in arguments:
+            return int(pid), url
+    return None
 
 
 def on_port(spec: ChildSpec, port: int) -> ChildSpec:

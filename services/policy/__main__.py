@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.policy.accounts import Accounts
+from services.policy.admin import Admin
+from services.policy.admin_desk import AdminDesk
 from services.policy.bootstrap import apply_bootstrap, read_bootstrap
 from services.policy.records import Records
 from services.policy.service import PolicyService
@@ -34,6 +36,9 @@ async def main(runtime: Runtime) -> None:
     service = PolicyService(runtime.bus, records, Accounts(redis), signer, policy_defaults(settings), runtime.metrics)
     await service.start()
     runtime.stack.push_async_callback(service.stop)
+    desk = AdminDesk(runtime.bus, Admin(runtime.bus, redis, records), records)
+    await desk.start()
+    runtime.stack.push_async_callback(desk.stop)
     runtime.ready()
     await runtime.stop.wait()
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import msgspec
 
 from services.policy.records import Records
-from services.policy.tenants import KeyRecord, OwnLimits, TenantRecord
+from services.policy.tenants import HASH_BYTES, KeyRecord, OwnLimits, TenantRecord
 from shared.bus.bus import Bus
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import InvalidInput
-from shared.contracts.ids import ScopeGeneration, TenantId
+from shared.contracts.errors import Conflict, InvalidInput
+from shared.contracts.ids import ScopeGeneration, TenantId, is_id
 from shared.store.redis_store import RedisStore
 
 SERVICE = "policy"
@@ -29,6 +29,31 @@ class Admin:
         self._bus = bus
         self._redis = redis
         self._records = records
+
+    async def create_key(self, tenant: TenantId, key_id: str, key_hash: bytes) -> None:
+        """A new key of the tenant, which is made if there is none. The same again changes nothing.
+
+        Raises InvalidInput for an id or a hash that is none, Conflict when the name or the key is taken.
+        """
+        for field, text in (("tenant", tenant), ("key_id", key_id)):
+            if not is_id(text):
+                raise InvalidInput(f"{field} {text!r} is not of the form [a-z0-9-]{{1,40}}", param=field)
+        if len(key_hash) != HASH_BYTES:
+            raise InvalidInput("key_hash is not a SHA-256", param="key_hash")
+        named = await self._records.key_by_id(tenant, key_id)
+        if named is not None and named.hash != key_hash.hex():
+            raise Conflict(f"tenant {tenant!r} has had a key {key_id!r} already; choose another name", param="key_id")
+        if await self._records.tenant(tenant) is None:
+            await self._records.change_tenant(tenant, lambda old: old, create=True)
+
+        def created(old: KeyRecord | None) -> KeyRecord:
+            if old is not None and (old.tenant, old.id) != (tenant, key_id):
+                raise Conflict("this key is in use already", param="key_hash")
+            return old or KeyRecord(id=key_id, tenant=tenant, hash=key_hash.hex())
+
+        await self._records.change_key(key_hash.hex(), created)
+        await self._tell(m.PolicyEvent(kind="changed", tenant=tenant))
+        await self._audit("key_created", tenant, key_id)
 
     async def revoke_key(self, tenant: TenantId, key_id: str) -> None:
         """From now on the key opens nothing. Running requests go on; gateways forget the key at once."""

@@ -51,6 +51,17 @@ class Records:
         found = await self._redis.execute("HGET", self._key_ids, _key_name(tenant, key_id))
         return None if found is None else await self.key(bytes.fromhex(found.decode()))
 
+    async def tenants(self) -> list[TenantRecord]:
+        """All of them, by id."""
+        found = await self._redis.execute("HVALS", self._tenants)
+        return sorted((msgspec.json.decode(data, type=TenantRecord) for data in found), key=lambda tenant: tenant.id)
+
+    async def keys(self) -> list[KeyRecord]:
+        """All of them, revoked ones included, by tenant and name."""
+        found = await self._redis.execute("HVALS", self._keys)
+        records = (msgspec.json.decode(data, type=KeyRecord) for data in found)
+        return sorted(records, key=lambda key: (key.tenant, key.id))
+
     async def change_tenant(
         self, tenant: TenantId, change: Callable[[TenantRecord], TenantRecord], *, create: bool = False
     ) -> TenantRecord:

@@ -5,6 +5,8 @@ A new hop begins here, in `subjects.py` and in `tests/contracts` (golden bytes).
 
 from __future__ import annotations
 
+import msgspec
+
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import Limits, SignedGrant
@@ -61,6 +63,7 @@ class Identity(Message, frozen=True, kw_only=True):
     default_max_tokens: int = 1024
     limits: Limits = Limits()
     version: int = 0
+    models: tuple[str, ...] = ()  # it may use; empty = every one
 
 
 class Admit(Message, frozen=True, kw_only=True):
@@ -92,9 +95,10 @@ class AdmitTenant(Message, frozen=True, kw_only=True):
 
 
 class Granted(Message, frozen=True, kw_only=True):
-    """policy → gateway: yes, signed."""
+    """policy → ingress: yes, signed."""
 
     grant: SignedGrant
+    default_max_tokens: int = 0  # the tenant's, of a request that names none; told in answer to AdmitTenant
 
 
 class Settle(Message, frozen=True, kw_only=True):
@@ -120,6 +124,56 @@ class PolicyEvent(Message, frozen=True, kw_only=True):
     key_id: str = ""
     generation: ScopeGeneration = ScopeGeneration(0)
     version: int = 0
+
+
+class KeyCreate(Message, frozen=True, kw_only=True):
+    """command line → policy, `policy.admin`: a new API key of a tenant, which is made if there is none."""
+
+    tenant: TenantId
+    key_id: str
+    key_hash: bytes  # SHA-256 of the key, which never leaves who made it
+
+
+class KeyRevoke(Message, frozen=True, kw_only=True):
+    """command line → policy: the key opens nothing any more."""
+
+    tenant: TenantId
+    key_id: str
+
+
+class LimitsChange(Message, frozen=True, kw_only=True):
+    """command line → policy: change some limits of a tenant. None = the installation's default, 0 = no limit."""
+
+    tenant: TenantId
+    limits: dict[str, int | None]  # fields of `Limits`
+
+
+class TenantsQuery(Message, frozen=True, kw_only=True):
+    """command line → policy: what is known of a tenant; of all when `tenant` is empty."""
+
+    tenant: TenantId = TenantId("")
+
+
+class KeyInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An API key, as shown: its name, never the key."""
+
+    id: str
+    admin: bool = False
+    revoked: bool = False
+
+
+class TenantInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tenant as policy keeps it. `limits`: those of its own."""
+
+    id: TenantId
+    keys: tuple[KeyInfo, ...] = ()
+    limits: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class Tenants(Message, frozen=True, kw_only=True):
+    """policy → command line: tenants as they stand after the change; none when the one asked for is unknown."""
+
+    tenants: tuple[TenantInfo, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------- scheduler
@@ -457,6 +511,9 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     draining: bool = False
     fake: bool = False
     token_bytes: tuple[int, ...] = ()  # KV of one token, per group
+    held_back: tuple[int, ...] = ()  # free blocks no newcomer gets: to grow into, and for those preempted; per group
+    revoked: tuple[Attempt, ...] = ()  # held, not begun, and without blocks: may be placed elsewhere
+    preemptions: int = 0  # in this incarnation
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ def _id(text: str) -> str:
 POLICY_AUTHENTICATE = f"{PREFIX}.policy.authenticate"
 POLICY_ADMIT = f"{PREFIX}.policy.admit"
 POLICY_ADMIT_TENANT = f"{PREFIX}.policy.admit-tenant"
+POLICY_ADMIN = f"{PREFIX}.policy.admin"
 POLICY_SETTLE = f"{PREFIX}.policy.settle"
 POLICY_EVENTS = f"{PREFIX}.policy.events"
 INDEX_MATCH = f"{PREFIX}.index.match"
@@ -165,6 +166,15 @@ HOPS: tuple[Hop, ...] = (
         ("policy",),
         m.AdmitTenant,
         m.Granted | m.Refusal,
+    ),
+    Hop(
+        "policy.admin",
+        "request",
+        POLICY_ADMIN,
+        (ADMIN,),
+        ("policy",),
+        m.KeyCreate | m.KeyRevoke | m.LimitsChange | m.TenantsQuery,
+        m.Tenants,
     ),
     Hop("policy.settle", "stream", POLICY_SETTLE, INGRESS, ("policy",), m.Settle),
     Hop(

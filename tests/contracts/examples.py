@@ -51,7 +51,7 @@ def example(annotation: Any) -> Any:
     if origin is tuple:
         return (example(args[0]),) if args[-1] is Ellipsis else tuple(example(a) for a in args)
     if origin is dict:
-        return {"key": _SCALARS[int] if args[1] is int else "value"}
+        return {"key": "value" if args[1] is str else example(args[1])}
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         hints = typing.get_type_hints(annotation)
         return annotation(**{name: example(hints[name]) for name in annotation.__struct_fields__})

@@ -125,6 +125,7 @@ def test_table_patterns_cover_the_built_subjects() -> None:
         subjects.batch_item(TenantId("acme")),
         subjects.BATCH_FILES,
         subjects.BATCH_JOBS,
+        subjects.POLICY_ADMIN,
         subjects.POLICY_ADMIT_TENANT,
         subjects.POLICY_AUTHENTICATE,
         subjects.POLICY_ADMIT,

@@ -330,15 +330,3 @@ async def test_a_list_of_tenants_that_is_none_stops_the_start(queue: Queue, text
     with pytest.raises(SettingsError, match="tenants"):
         async with queue.intake():
             pass
-
-
-async def test_old_results_go(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(intake_module, "TRIM_S", 0.05)
-    monkeypatch.setattr(intake_module, "KEEP_S", -10)
-    async with queue.intake():
-        await queue.publish(b"bad")
-        await until(lambda: queue.done)
-        async with asyncio.timeout(10):
-            while (await queue.results())["data"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)

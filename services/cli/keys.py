@@ -1,0 +1,238 @@
+"""`./baton keys`: credentials of tenants, for HTTP and for the queue, made, shown and taken away.
+
+`nats` works on the files of this machine's stack, running or not. The others ask policy, so they need a running stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from services.cli.credentials import ensure_credentials, new_api_key
+from services.cli.nats_config import check_tenant
+from services.cli.queue_user import QueueUser, give, take
+from services.cli.servers import running_nats
+from services.cli.state import StateFolder, state_path
+from shared.bus.nats_bus import connect_bus
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.errors import BatonError, Unavailable
+from shared.contracts.grants import Limits
+from shared.contracts.ids import TenantId
+from shared.settings.load import load_settings, settings_file
+from shared.store.secrets import read_secret_text
+
+ASK_S = 10.0
+LIMITS = Limits.__struct_fields__
+DEFAULT = "default"
+
+Ask = m.KeyCreate | m.KeyRevoke | m.LimitsChange | m.TenantsQuery
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 1 when it could not be done."""
+    options = _parser().parse_args(argv)
+    try:
+        code: int = options.run(options, os.environ)
+    except BatonError as exc:
+        print(f"baton keys: {exc.message}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="baton keys", description="Credentials of tenants.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, summary: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=summary, description=summary)
+        found.set_defaults(run=run)
+        found.add_argument("--json", action="store_true", help="one JSON line")
+        return found
+
+    queue = command("nats", _nats, "print a tenant's credential for the queue; make it if there is none")
+    queue.add_argument("tenant")
+    queue.add_argument("--revoke", action="store_true", help="take it away instead")
+    create = command("create", _create, "make an API key, and the tenant if there is none; shown this once")
+    create.add_argument("tenant")
+    create.add_argument("--id", default="", metavar="NAME", help="name of the key (default: made up)")
+    revoke = command("revoke", _revoke, "end an API key; requests under way go on")
+    revoke.add_argument("tenant")
+    revoke.add_argument("key_id", metavar="KEY", help="its name, as in the list")
+    listing = command("list", _list, "show tenants, names of their API keys, and limits of their own")
+    listing.add_argument("tenant", nargs="?", default="")
+    limits = command("limits", _limits, "change limits of a tenant; they hold from its next request on")
+    limits.add_argument("tenant")
+    for name in LIMITS:
+        limits.add_argument(f"--{name.replace('_', '-')}", type=_limit, metavar="N", help=f"0: none; {DEFAULT}: as all")
+    return parser
+
+
+def _limit(text: str) -> int | str:
+    return text if text == DEFAULT else int(text)
+
+
+# ---------------------------------------------------------------------------------------------- the queue
+
+
+def _nats(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    check_tenant(options.tenant)
+    state = StateFolder(state_path(env))
+    if options.revoke:
+        had = take(state, options.tenant)
+        text = f"tenant {options.tenant} can no longer use the queue" if had else f"{options.tenant} had no credential"
+        print(json.dumps({"tenant": options.tenant, "revoked": had}) if options.json else text)
+        return 0
+    user = give(state, options.tenant)
+    if options.json:
+        print(user.as_json())
+    else:
+        model = load_settings({}, env, settings_file(env)).settings.model.name
+        print(shown(user, model))
+    if user.url and not _known(state, user.tenant):
+        print(
+            f"note: there is no tenant {user.tenant} yet, so its lines come back as errors; "
+            f"./baton keys create {user.tenant} makes it",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def shown(user: QueueUser, model: str) -> str:
+    """The credential for people, with examples that work as they stand. Pure."""
+    names = user.subjects
+    url = user.url or "nats://127.0.0.1:PORT"
+    started = "" if user.url else "\nIn force with the next ./baton up; `bus.port` in baton.toml fixes the port.\n"
+    line = json.dumps(
+        {
+            "custom_id": "first",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": model, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 16},
+        }
+    )
+    return f"""\
+tenant {user.tenant}: credential for the queue
+{started}
+  url           {url}
+  user          {user.user}
+  password      {user.password}
+  inbox prefix  {user.inbox_prefix}
+
+  {names["submit"]:<36} publish a batch line; the answer says it is stored
+  {names["results"]:<36} ask for results: {{"after": "", "limit": 100}}
+  {names["done"]:<36} hear of each result as it comes
+
+With the nats command line:
+
+  export NATS_URL={url} NATS_USER={user.user} NATS_PASSWORD={user.password}
+  nats --inbox-prefix {user.inbox_prefix} request {names["submit"]} '{line}'
+  nats --inbox-prefix {user.inbox_prefix} request {names["results"]} '{{"limit": 100}}'
+
+With nats-py:
+
+  import asyncio, json, nats
+
+  LINE = {line}
+
+  async def main():
+      queue = await nats.connect("{url}", user="{user.user}",
+                                 password="{user.password}", inbox_prefix="{user.inbox_prefix}")
+      stored = await queue.request("{names["submit"]}", json.dumps(LINE).encode())
+      print(stored.data.decode())
+      after, pending = "", 1
+      while pending:
+          question = json.dumps({{"after": after, "limit": 100}}).encode()
+          page = json.loads((await queue.request("{names["results"]}", question)).data)
+          for line in page["data"]:
+              print(line["custom_id"], line["response"] or line["error"])
+          after, pending = page["after"], page["pending"] or page["has_more"]
+          await asyncio.sleep(0.5)
+      await queue.close()
+
+  asyncio.run(main())
+"""
+
+
+def _known(state: StateFolder, tenant: TenantId) -> bool:
+    """False when policy says there is no such tenant; True also when it says nothing."""
+    try:
+        return bool(_asked(state, m.TenantsQuery(tenant=tenant)).tenants)
+    except BatonError:
+        return True
+
+
+# ---------------------------------------------------------------------------------------------- API keys and limits
+
+
+def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    tenant = check_tenant(options.tenant)
+    key = new_api_key()
+    digest = hashlib.sha256(key).digest()
+    name = options.id or f"key-{digest.hex()[:8]}"
+    _asked(StateFolder(state_path(env)), m.KeyCreate(tenant=tenant, key_id=name, key_hash=digest))
+    if options.json:
+        print(json.dumps({"tenant": tenant, "key_id": name, "api_key": key.decode()}))
+    else:
+        print(f"{key.decode()}\n\nKey {name} of tenant {tenant}. It is kept as a hash only, so it is not shown again.")
+    return 0
+
+
+def _revoke(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    tenant = check_tenant(options.tenant)
+    _asked(StateFolder(state_path(env)), m.KeyRevoke(tenant=tenant, key_id=options.key_id))
+    found = {"tenant": tenant, "key_id": options.key_id, "revoked": True}
+    print(json.dumps(found) if options.json else f"key {options.key_id} of tenant {tenant} opens nothing any more")
+    return 0
+
+
+def _limits(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    tenant = check_tenant(options.tenant)
+    given = {name: getattr(options, name) for name in LIMITS if getattr(options, name) is not None}
+    changes = {name: None if value == DEFAULT else value for name, value in given.items()}
+    ask = m.LimitsChange(tenant=tenant, limits=changes) if changes else m.TenantsQuery(tenant=tenant)
+    _print(_asked(StateFolder(state_path(env)), ask), options.json)
+    return 0
+
+
+def _list(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    tenant = check_tenant(options.tenant) if options.tenant else TenantId("")
+    _print(_asked(StateFolder(state_path(env)), m.TenantsQuery(tenant=tenant)), options.json)
+    return 0
+
+
+def _print(found: m.Tenants, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([msgspec.to_builtins(tenant) for tenant in found.tenants]))
+        return
+    for tenant in found.tenants:
+        limits = ", ".join(f"{name} {value}" for name, value in tenant.limits.items())
+        print(f"{tenant.id}  {limits}".rstrip())
+        for key in tenant.keys:
+            marks = [mark for mark, holds in (("admin", key.admin), ("revoked", key.revoked)) if holds]
+            print(f"  {key.id}  {' '.join(marks)}".rstrip())
+    if not found.tenants:
+        print("no such tenant")
+
+
+def _asked(state: StateFolder, ask: Ask) -> m.Tenants:
+    """Policy's answer. Raises what it raises, Unavailable when no stack runs."""
+    credentials = ensure_credentials(state.secrets)
+    server = running_nats(state.run, credentials.nats_config) if state.holder() is not None else None
+    if server is None:
+        raise Unavailable("no stack with a NATS server of its own runs here; start one with ./baton up")
+    password = read_secret_text(credentials.nats_password(subjects.ADMIN))
+
+    async def asking() -> m.Tenants:
+        async with connect_bus(server[1], subjects.ADMIN, password=password) as bus:
+            found: m.Tenants = await bus.request(subjects.POLICY_ADMIN, ask, m.Tenants, timeout_s=ASK_S)
+            return found
+
+    return asyncio.run(asking())

@@ -1,0 +1,75 @@
+"""What the command line asks of policy: API keys and limits, changed and shown."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.policy.admin import Admin
+from services.policy.records import Records
+from services.policy.tenants import OwnLimits, TenantRecord
+from shared.bus.bus import Bus, Delivery, Subscription
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.errors import InvalidInput
+from shared.contracts.ids import TenantId
+
+MESSAGES = m.KeyCreate | m.KeyRevoke | m.LimitsChange | m.TenantsQuery
+MAX_LIMIT = 2**53
+"""What Redis' scripts count exactly."""
+
+
+class AdminDesk:
+    """Answers `policy.admin`, to which only the command line's NATS user may publish. `start`, then `stop`."""
+
+    def __init__(self, bus: Bus, admin: Admin, records: Records) -> None:
+        self._bus = bus
+        self._admin = admin
+        self._records = records
+        self._served: Subscription | None = None
+
+    async def start(self) -> None:
+        """Serve."""
+        self._served = await self._bus.serve(subjects.POLICY_ADMIN, MESSAGES, self.answer, queue="policy")
+
+    async def stop(self) -> None:
+        """Take no new question; one in hand is finished."""
+        if self._served is not None:
+            await self._served.stop()
+
+    async def answer(self, delivery: Delivery) -> m.Tenants:
+        """Carry it out; the tenant as it then stands. Raises InvalidInput, Conflict, Unavailable."""
+        ask = delivery.message
+        if isinstance(ask, m.KeyCreate):
+            await self._admin.create_key(ask.tenant, ask.key_id, ask.key_hash)
+        elif isinstance(ask, m.KeyRevoke):
+            await self._admin.revoke_key(ask.tenant, ask.key_id)
+        elif isinstance(ask, m.LimitsChange):
+            await self._change_limits(ask)
+        return m.Tenants(tenants=await self._shown(ask.tenant))
+
+    async def _change_limits(self, ask: m.LimitsChange) -> None:
+        record = await self._records.tenant(ask.tenant)
+        if record is None:
+            raise InvalidInput(f"there is no tenant {ask.tenant!r}", param="tenant")
+        for name, value in ask.limits.items():
+            if name not in OwnLimits.__struct_fields__:
+                raise InvalidInput(f"{name} is not a limit: {', '.join(OwnLimits.__struct_fields__)}", param=name)
+            if value is not None and not 0 <= value <= MAX_LIMIT:
+                raise InvalidInput(f"{name} must be 0 (no limit) to {MAX_LIMIT}", param=name)
+        await self._admin.set_limits(ask.tenant, msgspec.structs.replace(record.limits, **ask.limits))
+
+    async def _shown(self, tenant: TenantId) -> tuple[m.TenantInfo, ...]:
+        if tenant:
+            found = await self._records.tenant(tenant)
+            records = [found] if found is not None else []
+        else:
+            records = await self._records.tenants()
+        keys: dict[TenantId, list[m.KeyInfo]] = {}
+        for key in await self._records.keys():
+            keys.setdefault(key.tenant, []).append(m.KeyInfo(key.id, key.admin, key.revoked))
+        return tuple(m.TenantInfo(record.id, tuple(keys.get(record.id, ())), _own(record)) for record in records)
+
+
+def _own(record: TenantRecord) -> dict[str, int]:
+    limits = msgspec.structs.asdict(record.limits)
+    return {name: value for name, value in limits.items() if value is not None}
