@@ -22,11 +22,12 @@ from shared.contracts.messages import Reserve, StreamFrame
 from shared.contracts.parts import Totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
-from shared.engine.sequence import ERROR, SequenceUpdate
+from shared.engine.sequence import ERROR, PREEMPTED, REVOKED, SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
 from shared.telemetry import attributes as a
+from shared.telemetry import metric_names as names
 from shared.telemetry.token_timings import TokenTimings
 
 log = logging.getLogger("baton.decode")
@@ -62,7 +63,9 @@ class Book:
             reserved_at=now,
             context=delivery.context,
             span=self.shell.tracer.start_span(
-                "decode.run", context=delivery.context, attributes={a.FAKE: self.shell.core.facts.fake}
+                "decode.run",
+                context=delivery.context,
+                attributes={a.FAKE: self.shell.core.facts.fake, a.REQUEST_ID: message.attempt.request_id},
             ),
             answer=asyncio.get_running_loop().create_future(),
         )
@@ -76,30 +79,48 @@ class Book:
 
     def take_updates(self, updates: list[SequenceUpdate]) -> None:
         """What one step changed: tokens into frames, full blocks to the tagger, ends into finals."""
-        now, ended = self.shell.clock(), False
+        now, changed = self.shell.clock(), False
         for update in updates:
             entry = self._by_seq.get(update.seq_id)
             if entry is None:
                 continue
             held, number = entry
+            if update.event:
+                changed = True
+                self._moved(held, held.choices[number], update.event)
             if update.token_ids:
+                self._count(held, number, len(update.token_ids))
                 held.choices[number].saw(len(update.token_ids), now)
                 self.outbox.tokens(held.attempt, number, update.token_ids)
             if any(update.completed):
                 self.shell.tagger.completed(update.seq_id, update.completed, ask=True)
             if update.finish:
-                ended = True
+                changed = True
                 self.finish(held, number, update)
         self.send_frames()
-        if ended:
+        if changed:
             self.shell.changed()
+
+    def _moved(self, held: Held, choice: Choice, event: str) -> None:
+        """A choice's blocks were taken, or it has blocks again."""
+        held.span.add_event(event)
+        choice.revoked = event == REVOKED
+        choice.preemptions += event == PREEMPTED
+
+    def _count(self, held: Held, number: int, num_tokens: int) -> None:
+        """A prompt counts once: with its first token, and not again where a request goes on after a loss."""
+        metrics = self.shell.metrics
+        metrics.inc(names.GENERATION_TOKENS, num_tokens)
+        if number == 0 and held.choices[0].timings.count == 0 and not held.committed:
+            metrics.inc(names.PROMPT_TOKENS, held.reserve.num_prompt_tokens)
 
     def finish(self, held: Held, number: int, update: SequenceUpdate) -> None:
         choice = held.choices[number]
         totals = held.account(choice, update.totals or Totals())
         error = None
         if update.finish == ERROR:
-            log.error("%s ended with an error: %s", held.attempt.request_id, update.detail)
+            whose = {"span": held.span}
+            log.error("%s ended with an error: %s", held.attempt.request_id, update.detail, extra=whose)
             error = to_wire(Internal("the model produced no usable output", code="engine_error"))
         self.outbox.finish(held.attempt, number, update.finish, totals, error)
         self.close_choice(held, number, update.finish)

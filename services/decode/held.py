@@ -28,6 +28,8 @@ class Choice:
     seq_id: str
     timings: TokenTimings
     ended: str = ""  # its finish reason
+    revoked: bool = False  # its blocks were taken before it began; it waits here for others
+    preemptions: int = 0
     first_at: float = 0.0
     last_at: float = 0.0
 
@@ -48,6 +50,7 @@ class PullStats:
     seconds: float = 0.0  # in the transfer thread
     mismatches: int = 0
     span: trace.Span | None = None
+    counted: bool = False  # in the metrics: a hand-off ends once
 
 
 @dataclass(slots=True)
@@ -88,6 +91,11 @@ class Held:
     @property
     def running(self) -> list[Choice]:
         return [c for c in self.choices if not c.ended]
+
+    @property
+    def revoked(self) -> bool:
+        """True while no choice has begun and one lacks its blocks: another worker may have them free."""
+        return any(c.revoked for c in self.running) and not any(c.timings.count for c in self.choices)
 
     @property
     def path(self) -> str:
@@ -146,4 +154,5 @@ def sum_totals(parts: Iterable[Totals]) -> Totals:
         decode_s=sum(t.decode_s for t in parts),
         bytes_pulled=sum(t.bytes_pulled for t in parts),
         first_token_s=first.first_token_s,
+        preemptions=sum(t.preemptions for t in parts),
     )

@@ -68,6 +68,7 @@ def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
             tags=tags,
             tenant=grant.tenant,
             weight=grant.weight,
+            klass=grant.klass,
             await_kv=bool(message.prefill_worker) and i == 0,
         )
         for i, (choice, sampling) in enumerate(zip(held.choices, message.sampling, strict=True))
@@ -76,6 +77,7 @@ def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
 
 def accept(batcher: Batcher, specs: Sequence[SequenceSpec]) -> Accepted:
     """On the planner thread: all choices or none. Raises ReservationRefused."""
+    batcher.require_possible(specs)
     accepted: list[Reservation] = []
     try:
         for spec in specs:
@@ -134,6 +136,7 @@ def end_span(held: Held) -> None:
             a.CACHED_TOKENS: held.num_cached_tokens,
             a.PREFILL_S: max(0.0, first.first_at - ready) if first.timings.count else 0.0,
             a.DECODE_S: first.last_at - first.first_at,
+            a.PREEMPTIONS: sum(c.preemptions for c in held.choices),
             a.FINISH: ",".join(c.ended for c in held.choices),
             **first.timings.summary(),
         }

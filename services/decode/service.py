@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from services.decode import reserving
 from services.decode.book import Book
 from services.decode.held import Held, cut_totals, goes_on
-from services.decode.reservation import Drop, Effect, GoLocal, Kind
+from services.decode.reservation import INGRESS_SILENT, Drop, Effect, GoLocal, Kind
 from shared.bus.bus import Delivery, RequestHandler, Subscription
 from shared.contracts import messages as m
 from shared.contracts import subjects
@@ -33,12 +33,14 @@ from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import WorkerId
 from shared.contracts.message import Message
 from shared.contracts.parts import AttemptProgress
-from shared.engine.batcher import NeverFits, ReservationRefused
+from shared.engine.block_room import NeverFits, ReservationRefused
 from shared.engine.sequence import SequenceUpdate
 from shared.engine.worker_fences import Fences
+from shared.engine.worker_metrics import count_refusal
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
 from shared.telemetry import attributes as a
+from shared.telemetry import metric_names as names
 
 log = logging.getLogger("baton.decode")
 
@@ -110,6 +112,7 @@ class DecodeWorker:
                 span.set_attribute(a.REASON, "already_running" if answer.already_running else "")
             else:
                 span.set_attribute(a.ERROR_CODE, answer.error.code)
+                count_refusal(self.shell.metrics, answer)
             span.set_attribute(a.WORKER, str(self.shell.worker))
             span.set_attribute(a.FAKE, self.shell.core.facts.fake)
             return answer
@@ -183,6 +186,8 @@ class DecodeWorker:
             held.span.end()
             return answer
         held.num_cached_tokens, held.tables = accepted.num_cached_tokens, accepted.tables
+        self.shell.metrics.inc(names.PREFIX_QUERIES, len(held.token_ids))
+        self.shell.metrics.inc(names.PREFIX_HITS, accepted.num_cached_tokens)
         held.pinned = accepted.awaiting
         if self.book.held.get(held.attempt.request_id) is not held:
             # Cancelled while the planner was asked; its blocks went with the cancel, but for the pin.
@@ -298,6 +303,10 @@ class DecodeWorker:
             computed[attempt] = sink.contiguous if sink is not None else 0
         return computed
 
+    def revoked(self) -> tuple[Attempt, ...]:
+        """See `Role.revoked`."""
+        return tuple(held.attempt for held in self.book.held.values() if held.revoked)
+
     def awaited_peers(self) -> frozenset[WorkerId]:
         """See `Role.awaited_peers`."""
         return frozenset(self.book.table.sources)
@@ -338,10 +347,13 @@ class DecodeWorker:
                 continue
             match effect:
                 case GoLocal(_, _, reason):
+                    self.shell.metrics.inc(names.LEASE_LOSSES, holder="prefill")
                     if held.sink is not None:
                         self.book.handoff.apply(held, held.sink.go_local(reason))
                 case Drop(_, reason):
-                    log.info("dropped %s: %s", effect.attempt.request_id, reason)
+                    log.info("dropped %s: %s", effect.attempt.request_id, reason, extra={"span": held.span})
+                    if reason == INGRESS_SILENT:
+                        self.shell.metrics.inc(names.LEASE_LOSSES, holder="ingress")
                     task: asyncio.Task[object] = asyncio.get_running_loop().create_task(self.book.end(held, reason))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)

@@ -36,17 +36,22 @@ from shared.contracts.ids import BlockGeneration, RequestId, WorkerId
 from shared.contracts.parts import AttemptProgress, BlockRef
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import unpack_tokens
-from shared.engine.batcher import NeverFits, Reservation, ReservationRefused
+from shared.engine.batcher import Reservation
+from shared.engine.block_room import NeverFits, ReservationRefused
 from shared.engine.sequence import ERROR, SequenceSpec, SequenceUpdate
 from shared.engine.worker_fences import Fences
+from shared.engine.worker_metrics import count_refusal
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.handoff import Free, SendCommit, Source, SourceEffect, SourceIdentity
 from shared.kv.transfer import digest_blocks
 from shared.telemetry import attributes as a
+from shared.telemetry import metric_names as names
 
 log = logging.getLogger("baton.prefill")
 
 NO_SAMPLING = SamplingParams(max_tokens=1)
+LEASE_ENDS = ("lease", "decode_died", "decode_restarted")
+"""Why a source is freed when its decode worker no longer renews it."""
 VerifyGrant = Callable[[SignedGrant], Grant]
 
 
@@ -120,6 +125,12 @@ class PrefillWorker:
     # ------------------------------------------------------------------------------------------ requests
 
     async def _on_run(self, delivery: Delivery) -> m.PrefillAccepted | m.Refusal:
+        answer = await self._answer(delivery)
+        if isinstance(answer, m.Refusal):
+            count_refusal(self.shell.metrics, answer)
+        return answer
+
+    async def _answer(self, delivery: Delivery) -> m.PrefillAccepted | m.Refusal:
         message: m.PrefillRun = delivery.message
         token_ids = tuple(unpack_tokens(message.token_ids))
         try:
@@ -154,6 +165,7 @@ class PrefillWorker:
                 tags=tags,
                 tenant=grant.tenant,
                 weight=grant.weight,
+                klass=grant.klass,
                 compute_only=True,
             )
             run.reservation = await self.shell.call(lambda batcher: batcher.reserve(spec))
@@ -162,6 +174,8 @@ class PrefillWorker:
             self._drop(run, "refused")
             return m.Refusal(error=to_wire(_as_refusal(exc)), never=isinstance(exc, NeverFits))
         self.shell.changed()
+        self.shell.metrics.inc(names.PREFIX_QUERIES, len(token_ids))
+        self.shell.metrics.inc(names.PREFIX_HITS, run.reservation.num_cached_tokens)
         if run.source.freed:
             return m.Refusal(error=to_wire(Conflict("cancelled while being started", code="cancelled")))
         run.computed = max(run.computed, run.reservation.num_cached_tokens)
@@ -188,7 +202,9 @@ class PrefillWorker:
             seq_id=f"{message.attempt.request_id}/p{next(self._numbers)}",
             source=source,
             context=delivery.context,
-            span=self.shell.tracer.start_span("prefill.run", context=delivery.context),
+            span=self.shell.tracer.start_span(
+                "prefill.run", context=delivery.context, attributes={a.REQUEST_ID: message.attempt.request_id}
+            ),
             started_at=now,
         )
         self._apply(self.table.open(source))
@@ -224,6 +240,10 @@ class PrefillWorker:
         """See `Role.attempts`."""
         return {run.source.attempt: run.computed for run in self._runs.values()}
 
+    def revoked(self) -> tuple[Attempt, ...]:
+        """See `Role.revoked`: blocks that peers know are never taken."""
+        return ()
+
     def awaited_peers(self) -> frozenset[WorkerId]:
         """See `Role.awaited_peers`."""
         return self.table.decode_workers
@@ -249,7 +269,7 @@ class PrefillWorker:
             if run is None or run.source.freed:
                 continue
             if update.finish == ERROR:
-                log.error("%s failed: %s", run.source.attempt.request_id, update.detail)
+                log.error("%s failed: %s", run.source.attempt.request_id, update.detail, extra={"span": run.span})
                 error = to_wire(Internal("prefill failed", code="engine_error"))
                 self._apply([run.source.fail(error, self.shell.clock())])
                 continue
@@ -296,7 +316,7 @@ class PrefillWorker:
                 named = _refs(blocks, digests, len(due))
                 self._apply([source.name(computed, named, reservation.num_cached_tokens, self.shell.clock())])
         except Exception:
-            log.exception("blocks of %s could not be named", source.attempt.request_id)
+            log.exception("blocks of %s could not be named", source.attempt.request_id, extra={"span": run.span})
             self._apply([source.fail(to_wire(Internal("digest failed")), self.shell.clock())])
         finally:
             run.naming = False
@@ -318,6 +338,8 @@ class PrefillWorker:
         is dropped twice."""
         self.shell.post(lambda batcher: batcher.cancel(run.seq_id))
         self.shell.tagger.chains.close(run.seq_id)
+        if self._by_seq.get(run.seq_id) is run:
+            self._count_end(reason)
         self._by_seq.pop(run.seq_id, None)
         if self._runs.get(run.source.attempt.request_id) is run:
             del self._runs[run.source.attempt.request_id]
@@ -325,6 +347,13 @@ class PrefillWorker:
             run.span.set_attribute(a.REASON, reason)
         self._end_span(run)
         self.shell.changed()
+
+    def _count_end(self, reason: str) -> None:
+        head, known = reason.partition(":")[0], names.HANDOFF_SOURCES_ENDED.labels["reason"]
+        # Whoever cancels gives reasons of his own.
+        self.shell.metrics.inc(names.HANDOFF_SOURCES_ENDED, reason=head if head in known else "cancelled")
+        if reason in LEASE_ENDS:
+            self.shell.metrics.inc(names.LEASE_LOSSES, holder="decode")
 
     def _end_span(self, run: Run) -> None:
         if not run.span.is_recording():
@@ -357,7 +386,7 @@ def _as_refusal(exc: Exception) -> BatonError:
     if isinstance(exc, BatonError):
         return exc
     if isinstance(exc, ReservationRefused):
-        return Overloaded(str(exc), retry_after_s=0.5)
+        return Overloaded(str(exc), retry_after_s=0.5, code=type(exc).__name__)
     log.error("a run could not begin: %s", exc, exc_info=exc)
     return Internal("the run could not begin")
 

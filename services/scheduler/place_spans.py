@@ -22,7 +22,7 @@ class _Waiting:
 
 
 class PlaceSpans:
-    """One `scheduler.place` span per try at placing. Holds nothing of requests that are placed or over."""
+    """One `scheduler.place` span per try at placing. Holds nothing of requests that are over."""
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, _Waiting] = {}
@@ -60,7 +60,7 @@ class PlaceSpans:
         waiting.span = None
 
     def sweep(self, still_waits: Callable[[RequestId], bool]) -> None:
-        """Forget requests that no longer wait."""
+        """Forget requests that will not be placed any more."""
         for request_id in [r for r in self._waiting if not still_waits(r)]:
             waiting = self._waiting.pop(request_id)
             if waiting.span is not None:

@@ -28,6 +28,7 @@ class WorkerView:
     role: str  # prefill | decode
     incarnation: Incarnation = _NO_INCARNATION
     free_blocks: tuple[int, ...] = ()  # per layer group
+    held_back: tuple[int, ...] = ()  # free blocks it gives to no newcomer
     total_blocks: tuple[int, ...] = ()
     block_sizes: tuple[int, ...] = ()
     token_bytes: int = 0  # KV of one token over all groups
@@ -59,13 +60,21 @@ class Ask:
     excluded: frozenset[WorkerId] = frozenset()
 
     def blocks(self, view: WorkerView) -> tuple[int, ...]:
-        """Blocks per layer group the request takes when reserved in full; the prompt's full blocks are shared."""
+        """Blocks per layer group its reservation takes: of its tokens and, for each choice, one more to grow into.
+
+        The prompt's full blocks are shared.
+        """
         needs = []
         for size in view.block_sizes:
             shared = self.num_tokens // size
-            own = -(-(self.num_tokens + self.max_new_tokens) // size) - shared
+            most = -(-(self.num_tokens + self.max_new_tokens) // size)
+            own = min(-(-self.num_tokens // size) + 1, most) - shared
             needs.append(shared + own * self.choices)
         return tuple(needs)
+
+    def most_blocks(self, view: WorkerView) -> tuple[int, ...]:
+        """Blocks per layer group that one choice can come to need."""
+        return tuple(-(-(self.num_tokens + self.max_new_tokens) // size) for size in view.block_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +152,15 @@ def fits(view: WorkerView, ask: Ask) -> bool:
     """True if the worker has a slot and blocks now."""
     if not view.has_slot or view.worker in ask.excluded:
         return False
-    return all(n <= free for n, free in zip(ask.blocks(view), view.free_blocks, strict=False))
+    held_back = view.held_back or (0,) * len(view.free_blocks)
+    free = (f - h for f, h in zip(view.free_blocks, held_back, strict=False))
+    return all(n <= f for n, f in zip(ask.blocks(view), free, strict=False))
 
 
 def could_ever(view: WorkerView, ask: Ask) -> bool:
-    """True if the worker would have the blocks when idle."""
-    return all(n <= total for n, total in zip(ask.blocks(view), view.total_blocks, strict=False))
+    """True if the worker would have the blocks when idle, to begin and to the end."""
+    needs = zip(ask.blocks(view), ask.most_blocks(view), view.total_blocks, strict=False)
+    return all(max(begin, most) <= total for begin, most, total in needs)
 
 
 def decode_candidates(ask: Ask, views: Sequence[WorkerView]) -> list[WorkerView]:

@@ -137,7 +137,7 @@ class Placer:
             return
         if record.choice is None or record.decode_worker != beat.worker:
             record.choice = Choice(beat.worker, beat.incarnation, LOCAL, "adopted", numerics=beat.numerics)
-        record.unlisted = 0
+        record.unlisted, record.waits_at = 0, None
         self._book.take(record, State.PLACED)
         if not told:
             self._book.tell_placed(record)
@@ -175,7 +175,8 @@ class Placer:
 
     def _send_reserve(self, now: float, record: Record, choice: Choice) -> None:
         record.choice = choice
-        record.dispatch = Dispatch(max(record.dispatch, (self._book.term - 1) << TERM_SHIFT) + 1)
+        record.dispatch = Dispatch(max(record.dispatch, record.tried, (self._book.term - 1) << TERM_SHIFT) + 1)
+        record.tried = record.dispatch
         record.state = State.RESERVING
         message = m.Reserve(
             attempt=record.attempt,
@@ -220,7 +221,7 @@ class Placer:
             self._book.effects.append(AskPrefill(choice.prefill_worker, message, timeout_s))
 
     def _placed(self, now: float, record: Record) -> None:
-        record.unlisted = 0
+        record.unlisted, record.waits_at = 0, None
         self._book.take(record, State.PLACED)
         self._book.queue.count_placed(record.grant.klass)
         self.turns.placed(now, others_waited=len(self._book.queue) > 0)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
+from shared.contracts.grants import CLASSES
 from shared.contracts.ids import RequestId
 
-CLASSES = ("interactive", "analysis", "batch")
 PASSES = 8
 
 

@@ -35,6 +35,7 @@ class Record:
     order: int
     submitted_s: float
     dispatch: Dispatch
+    tried: int = 0  # the highest dispatch of ours
     state: State = State.QUEUED
     hop_until_s: float = 0.0  # when the hop under way counts as unanswered
     matched: m.Matched | None = None
@@ -45,6 +46,7 @@ class Record:
         default_factory=dict
     )  # workers that refused, until they beat or this time
     unlisted: int = 0  # beats in a row of its worker that did not list it
+    waits_at: tuple[WorkerId, Attempt] | None = None  # taken back; that worker goes on with it if nobody else begins
 
     @property
     def request_id(self) -> RequestId:
@@ -66,6 +68,10 @@ class Record:
     def prefill_worker(self) -> WorkerId:
         return self.choice.prefill_worker if self.choice is not None else WorkerId("")
 
+    @property
+    def _where_it_waits(self) -> frozenset[WorkerId]:
+        return frozenset((self.waits_at[0],)) if self.waits_at is not None else frozenset()
+
     def ask(self, now: float, held: dict[WorkerId, int]) -> Ask:
         """What placement needs to know of this request."""
         emitted = self.num_tokens - self.submit.num_prompt_tokens
@@ -75,7 +81,7 @@ class Record:
             choices=max(1, len(self.submit.sampling)),
             held=held,
             numerics=self.submit.numerics,
-            excluded=frozenset(w for w, until in self.not_before.items() if until > now),
+            excluded=frozenset(w for w, until in self.not_before.items() if until > now) | self._where_it_waits,
         )
 
 
@@ -95,6 +101,9 @@ def judge(record: Record, listed: Attempt, worker: WorkerId) -> Verdict:
     The record's own newer attempt at the same worker is no reason to cancel there: its reserve re-stamps the old one.
     """
     own = record.attempt
+    if record.waits_at == (worker, listed) and record.state != State.PLACED:
+        # Taken back from there. Since it has blocks again it is that worker's, unless another is being asked.
+        return Verdict.ADOPT if record.state in (State.QUEUED, State.MATCHING) else Verdict.IGNORE
     if listed.epoch > own.epoch:
         return Verdict.OBSOLETE
     if own.fences(listed):

@@ -57,10 +57,17 @@ class RequestTable:
         self._placer = Placer(self._book, registry, cost or HandoffCost(), self._limits)
         self._submits = 0
         self._gone: dict[IngressId, float] = {}  # silent ingresses, since when
+        self.limited_s = float("-inf")
+        """When a request was last turned away for the length of the queue or the wait."""
 
     @property
     def queued(self) -> int:
         return len(self._book.queue)
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """Requests turned away or given up, by reason. Not a copy."""
+        return self._book.refusals
 
     @property
     def placing(self) -> int:
@@ -176,7 +183,8 @@ class RequestTable:
         """A beat the registry has taken: adopt, confirm, cancel or forget by what it lists; then place."""
         listed = {held.attempt.request_id: held.attempt for held in beat.attempts}
         for attempt in listed.values():
-            self._on_listed(now, beat, attempt)
+            if not (attempt in beat.revoked and self._take_back(attempt, beat.worker)):
+                self._on_listed(now, beat, attempt)
         for record in list(self._book.records.values()):
             record.not_before.pop(beat.worker, None)
             if beat.role != "decode" or record.state != State.PLACED or record.decode_worker != beat.worker:
@@ -198,7 +206,10 @@ class RequestTable:
             if lost.role == "prefill":
                 if record.prefill_worker == lost.worker and record.state == State.PREFILLING:
                     self._placer.prefill_locally(now, record, "prefill_lost")
-            elif record.decode_worker == lost.worker:
+                continue
+            if record.waits_at is not None and record.waits_at[0] == lost.worker:
+                record.waits_at = None
+            if record.decode_worker == lost.worker:
                 if record.state in (State.PLACED, State.LOST):
                     record.state = State.LOST
                     continue
@@ -246,6 +257,19 @@ class RequestTable:
             self._placer.pump(now)
         return self._book.drain(now)
 
+    def _take_back(self, attempt: Attempt, worker: WorkerId) -> bool:
+        """`worker` accepted the attempt, but has lost the blocks for it before it began: back to where it stood.
+
+        The worker goes on holding it and begins as soon as it can, so nothing depends on us. True: so it is, for now.
+        """
+        record = self._book.records.get(attempt.request_id)
+        if record is None:
+            return False
+        if record.state == State.PLACED and record.attempt == attempt and record.decode_worker == worker:
+            record.waits_at = worker, attempt
+            self._book.requeue(record, "revoked")
+        return record.waits_at == (worker, attempt) and record.state != State.PLACED
+
     def _on_listed(self, now: float, beat: m.WorkerBeat, listed: Attempt) -> None:
         book, record = self._book, self._book.records.get(listed.request_id)
         if record is None:
@@ -283,17 +307,23 @@ class RequestTable:
         """Why a request should not even wait. One that ran before, or that a new leader gathers, is not turned away."""
         left_s = deadline_s - now
         if left_s <= 0:
+            self.refusals["deadline_exceeded"] += 1
             return DeadlineExceeded("the request's budget was spent before it reached the scheduler")
         if submit.attempt.epoch > 1 or now < self._gather_until_s:
             return None
         if not any(view.role == "decode" for view in self._registry.views()):
+            self.refusals["no_worker"] += 1
             return Unavailable("no decode worker is up", retry_after_s=2.0)
         wait_s = self._predict(grant, submit)
         if len(self._book.queue) >= self._limits.queue_bound:
+            self.refusals["queue_full"] += 1
+            self.limited_s = now
             retry_s = forecast.retry_after_s(wait_s, 0.0, self._rng.random())
             return Overloaded("the queue is full", retry_after_s=retry_s)
         bearable_s = min(left_s, self._limits.slo_ttft_s)
         if wait_s > bearable_s:
+            self.refusals["slo"] += 1
+            self.limited_s = now
             retry_s = forecast.retry_after_s(wait_s, bearable_s, self._rng.random())
             return Overloaded(f"predicted wait {wait_s:.1f} s exceeds {bearable_s:.1f} s", retry_after_s=retry_s)
         return None

@@ -18,6 +18,7 @@ from opentelemetry import trace
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, Effect, PlacingEnded, Tell
 from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.leader import Change, Leadership
+from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.place_spans import PlaceSpans, tracer
 from services.scheduler.placement import WorkerView
 from services.scheduler.record import State
@@ -33,6 +34,7 @@ from shared.contracts.grants import Grant
 from shared.contracts.ids import Epoch, RequestId, Term, WorkerId
 from shared.contracts.message import decode
 from shared.telemetry import attributes as a
+from shared.telemetry.metrics import Metrics
 
 log = logging.getLogger("baton.scheduler")
 
@@ -50,8 +52,15 @@ MAX_REFUSED = 256
 class SchedulerService:
     """One scheduler process of one model pool. `start`, then `stop`."""
 
-    def __init__(self, bus: Bus, settings: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.match_timeouts = 0
+        self._metrics = SchedulerMetrics(metrics or Metrics("scheduler"), self, clock)
         self._bus = bus
         self._settings = settings
         self._clock = clock
@@ -71,6 +80,11 @@ class SchedulerService:
     @property
     def leading(self) -> bool:
         return self._table is not None
+
+    @property
+    def workers(self) -> WorkerRegistry:
+        """The workers heard lately."""
+        return self._workers
 
     @property
     def table(self) -> RequestTable | None:
@@ -164,6 +178,7 @@ class SchedulerService:
         if self._table is None:
             return
         log.info("no longer leading pool %s", self._settings.pool)
+        self._metrics.read()
         self._table = None
         self._spans.sweep(lambda _: False)
         serving, self._serving = self._serving, None
@@ -205,7 +220,7 @@ class SchedulerService:
             self._ingresses.expire(now)
             return
         self._run(table.tick(now))
-        self._spans.sweep(lambda r: (record := table.record(r)) is not None and record.state != State.PLACED)
+        self._spans.sweep(lambda r: table.record(r) is not None)
 
     # ------------------------------------------------------------------------------------------ messages
 
@@ -254,6 +269,7 @@ class SchedulerService:
 
     def _worker_lost(self, lost: LostWorker) -> None:
         log.warning("worker %s lost: %s", lost.worker, lost.reason)
+        self._metrics.worker_lost(lost)
         if self._table is not None:
             self._run(self._table.worker_lost(self._clock(), lost))
 
@@ -273,6 +289,7 @@ class SchedulerService:
         for effect in effects:
             if isinstance(effect, PlacingEnded):
                 self._spans.ended(effect)
+                self._metrics.placing_ended(effect)
             elif isinstance(effect, AskMatch):
                 self._spawn(self._ask_match(effect))
             elif isinstance(effect, AskReserve):

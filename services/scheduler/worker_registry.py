@@ -178,6 +178,7 @@ def _view(entry: _Entry) -> WorkerView:
         role=beat.role,
         incarnation=beat.incarnation,
         free_blocks=beat.free_blocks,
+        held_back=beat.held_back,
         total_blocks=beat.total_blocks,
         block_sizes=beat.block_sizes,
         token_bytes=sum(beat.token_bytes),
@@ -196,6 +197,7 @@ def _view(entry: _Entry) -> WorkerView:
         return view
     return replace(
         view,
+        held_back=tuple(h + entry.placed_sequences for h in view.held_back),
         free_blocks=tuple(max(0, f - p) for f, p in zip(view.free_blocks, entry.placed_blocks, strict=False)),
         running=view.running + entry.placed_sequences,
         queue_tokens=view.queue_tokens + entry.placed_tokens,

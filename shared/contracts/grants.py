@@ -6,6 +6,14 @@ import msgspec
 
 from shared.contracts.ids import RequestId, ScopeGeneration, TenantId
 
+CLASSES = ("interactive", "analysis", "batch")
+"""Of requests, the most urgent first."""
+
+
+def class_rank(klass: str) -> int:
+    """Place of a class in `CLASSES`; one that nobody knows ranks last."""
+    return CLASSES.index(klass) if klass in CLASSES else len(CLASSES) - 1
+
 
 class Scope(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who may share KV with whom. Derived server-side only; the index adds model digest, KV dtype and block size.

@@ -41,12 +41,13 @@ class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int = 0
     computed_tokens: int = 0
     received_tokens: int = 0  # KV that came by hand-off
-    wasted_tokens: int = 0  # computed and thrown away
+    wasted_tokens: int = 0  # computed and thrown away, or computed again
     checksum: bytes = b""  # BLAKE2b-128 over the completion's token ids (u32 LE)
     prefill_s: float = 0.0  # its share, by tokens, of the steps that computed tokens it came with
     decode_s: float = 0.0  # the same for tokens sampled here
     bytes_pulled: int = 0
     first_token_s: float = 0.0  # wall time from reservation to first sampled token
+    preemptions: int = 0  # how often its blocks were taken; what was computed again is in `wasted_tokens`
 
 
 class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):

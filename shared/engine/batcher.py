@@ -1,7 +1,7 @@
 """The batcher: which tokens of which sequences the next step computes, and what a finished step means.
 
-Pure: no clock, no tensor, no thread; the engine's planner thread owns it. A sequence holds all the blocks it can ever
-need from `reserve` on, so nothing that was accepted is ever short of room.
+Pure: no clock, no tensor, no thread; the engine's planner thread owns it. A sequence is accepted with blocks for the
+tokens it came with and one to grow into, and takes the others one by one; `block_room` says at whose cost.
 
 A step may be planned while the one before is in flight. What such a step needs of an earlier one stands in it as
 IN_FLIGHT; when a sequence turns out to have ended, its rows in later steps are dropped, and its blocks are freed only
@@ -11,12 +11,14 @@ when the last step that names them has ended and the last pin is gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from shared.contracts.ids import BlockTag
 from shared.contracts.parts import Totals
+from shared.engine.batching_policy import Batching, make_policy
+from shared.engine.block_room import BlockRoom, ReservationRefused, may_run, urgency
 from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
 from shared.engine.sequence import (
     CANCELLED,
@@ -27,22 +29,11 @@ from shared.engine.sequence import (
     SequenceStatus,
     SequenceUpdate,
 )
+from shared.engine.sequence_blocks import condemn
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.kv.block_pool import BlockCounts, BlockPool, TagEvents
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import PoolLayout
-
-
-class ReservationRefused(Exception):
-    """A sequence was not accepted; nothing was reserved. The message holds numbers, no tokens."""
-
-
-class NeverFits(ReservationRefused):
-    """It needs more blocks than the pool has: no waiting can help."""
-
-
-class NoBlocks(ReservationRefused):
-    """Too few blocks are available now."""
 
 
 class NoSlot(ReservationRefused):
@@ -58,6 +49,9 @@ class BatcherConfig:
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     depth: int = 1  # steps that may be planned while one is in flight
     quantum: int = 64  # prompt tokens a tenant of weight 1 gets in a turn
+    batching: Batching = "continuous"  # see `batching_policy`
+    batch_size: int = 8  # most sequences of a static or dynamic batch
+    batch_window_s: float = 0.05  # how long a dynamic batch waits to become full
 
     def __post_init__(self) -> None:
         if self.token_budget <= self.max_num_seqs:
@@ -83,16 +77,23 @@ class Gauges:
     ended: int  # finished, blocks still held
     queue_tokens: int  # prompt tokens to compute here that are not yet planned
     blocks: tuple[BlockCounts, ...]  # one per layer group
+    held_back: tuple[int, ...]  # available blocks that no newcomer gets, per layer group
+    preempted: int  # those waiting for room, among `waiting`
+    preemptions: int  # so far
 
 
 class Batcher:
-    """Continuous batching with chunked prefill under one token budget."""
+    """Batching with chunked prefill under one token budget, by one of the policies in `batching_policy`."""
 
     def __init__(self, layout: PoolLayout, config: BatcherConfig) -> None:
         self.config = config
         self.pool = BlockPool(layout)
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
         self._fair = DeficitRoundRobin(config.quantum)
+        size = min(config.batch_size, config.max_num_seqs)
+        self._policy = make_policy(config.batching, size, config.batch_window_s)
+        self._room = BlockRoom(self.pool, self._sequences, lambda seq, event: self._report(seq, event=event))
+        self._arrivals = 0
         self._in_flight: deque[StepPlan] = deque()
         self._last_step = 0
         self._updates: list[SequenceUpdate] = []
@@ -101,8 +102,14 @@ class Batcher:
 
     # ------------------------------------------------------------------------------------- life of a sequence
 
+    def require_possible(self, specs: Seq[SequenceSpec]) -> None:
+        """Raises NeverFits when the empty pool could not hold each of `specs` to its end, or all of them to begin."""
+        self._room.require_possible(specs)
+
     def reserve(self, spec: SequenceSpec) -> Reservation:
-        """Accept a sequence with all the blocks it can ever need, or nothing.
+        """Accept a sequence with the blocks it needs to begin, or nothing.
+
+        Room is left for each running sequence to grow by a block, and for those that were preempted.
 
         Raises:
             NeverFits, NoBlocks, NoSlot: not accepted.
@@ -110,24 +117,12 @@ class Batcher:
         """
         if spec.seq_id in self._sequences:
             raise ValueError(f"sequence {spec.seq_id} is held already")
-        needed = self.pool.blocks_for(spec.num_slots)
-        for group, count in zip(self.pool.groups, needed, strict=True):
-            if count > group.num_blocks:
-                raise NeverFits(f"{spec.num_slots} token slots need {count} blocks of {group.num_blocks}")
+        self._room.require_possible((spec,))
         if self._num_live() >= self.config.max_num_seqs:
             raise NoSlot(f"{self.config.max_num_seqs} sequences are live")
-        hits = self.pool.match(spec.tags, spec.token_ids, spec.max_match)
-        for group, hit, count in zip(self.pool.groups, hits, needed, strict=True):
-            if not group.can_take(hit, count - len(hit)):
-                raise NoBlocks(f"{count - len(hit)} blocks needed, {group.counts.available} available")
-        tables: list[BlockTable] = []
-        for group, hit, count in zip(self.pool.groups, hits, needed, strict=True):
-            group.share(hit)
-            block_ids = (*hit, *group.allocate(count - len(hit)))
-            generations = tuple(group.generation(block_id) for block_id in block_ids)
-            tables.append(BlockTable(group.block_size, block_ids, generations, num_shared=len(hit)))
-        num_cached = len(hits[0]) * self.pool.groups[0].block_size
-        seq = Sequence(spec, tuple(tables), num_cached)
+        tables, num_cached = self._room.admit(spec)
+        self._arrivals += 1
+        seq = Sequence(spec, self._arrivals, tables, num_cached)
         self._sequences[spec.seq_id] = seq
         if spec.compute_only:
             self._zero_tail(seq)
@@ -143,7 +138,7 @@ class Batcher:
             ValueError: KV of the last token, which has to be computed here.
         """
         seq = self._sequences.get(seq_id)
-        if seq is None or seq.finish or not seq.awaiting_kv:
+        if seq is None or seq.finish or not seq.awaiting_kv or seq.preempted:
             return False
         if num_tokens > seq.spec.max_match:
             raise ValueError(f"KV of {num_tokens} tokens received, at most {seq.spec.max_match} are of use")
@@ -158,9 +153,7 @@ class Batcher:
         seq = self._sequences.get(seq_id)
         if seq is None or seq.finish or not seq.awaiting_kv:
             return False
-        seq.awaiting_kv = False
-        seq.num_computed_tokens = max(seq.num_cached_tokens, seq.num_received_tokens)
-        seq.num_confirmed_tokens = seq.num_computed_tokens
+        seq.received()
         if seq.num_confirmed_tokens > seq.num_cached_tokens:
             self._report(seq)
         return True
@@ -188,7 +181,7 @@ class Batcher:
         if seq is None:
             return None
         if wipe:
-            self._condemn(seq)
+            condemn(self.pool, seq)
         return self._end_from_outside(seq, CANCELLED)
 
     def pin(self, seq_id: str) -> bool:
@@ -208,7 +201,7 @@ class Batcher:
             seq.pins -= 1
         else:
             seq.kept_for_peer = False
-        self._free_if_over(seq)
+        self._let_go(seq)
         return True
 
     def outputs(self, seq_id: str) -> tuple[int, ...]:
@@ -218,23 +211,30 @@ class Batcher:
 
     # ------------------------------------------------------------------------------------- steps
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when depth + 1 steps are in flight or nothing can run.
 
-        Sequences one token behind come first, one row each; then chunks of prompts, shared out among tenants.
+        Sequences one token behind come first, one row each, the most urgent class and the oldest before others; then
+        chunks of prompts, shared out among tenants.
+
+        Args:
+            now: seconds on a monotonic clock; only a dynamic batch looks at it.
         """
         if len(self._in_flight) > self.config.depth:
             return None
-        ready = [seq for seq in self._sequences.values() if seq.num_pending_tokens > 0]
-        decodes = [seq for seq in ready if seq.num_pending_tokens == 1]
-        scheduled = [seq.schedule(1) for seq in decodes]
+        allowed = self._allowed(now)
+        self._room.let_return(allowed)
+        decodes = [seq for seq in self._sequences.values() if seq.num_pending_tokens == 1 and may_run(seq, allowed)]
+        decodes.sort(key=urgency)
+        # Not all of these still run when their turn comes: one before may have needed their blocks.
+        scheduled = [seq.schedule(1) for seq in decodes if seq.num_pending_tokens == 1 and self._room.grows(seq, allowed)]
         chunk_size = self.config.chunk_size or self.config.token_budget
         wants = [
             PrefillWant(s.spec.seq_id, s.spec.tenant, s.spec.weight, min(s.num_pending_tokens, chunk_size))
-            for s in ready
-            if s.num_pending_tokens > 1
+            for s in self._sequences.values()
+            if s.num_pending_tokens > 1 and may_run(s, allowed)
         ]
-        shares = self._fair.share(wants, self.config.token_budget - len(decodes))
+        shares = self._fair.share(wants, self.config.token_budget - len(scheduled))
         scheduled += [self._sequences[seq_id].schedule(count) for seq_id, count in shares.items()]
         if not scheduled:
             return None
@@ -242,6 +242,10 @@ class Batcher:
         plan = StepPlan(self._last_step, tuple(scheduled))
         self._in_flight.append(plan)
         return plan
+
+    def wait_s(self, now: float) -> float:
+        """Seconds after which `plan` may find something although nothing happened meanwhile; infinity: never."""
+        return self._policy.wait_s(now)
 
     def commit(self, output: StepOutput) -> list[SequenceUpdate]:
         """Take the result of the oldest step in flight; answers all updates there are.
@@ -269,11 +273,11 @@ class Batcher:
             seq = self._sequences[row.seq_id]
             seq.steps_in_flight -= 1
             self._fail(seq, detail)
-            self._free_if_over(seq)
+            self._let_go(seq)
         return self.take_updates()
 
     def take_updates(self) -> list[SequenceUpdate]:
-        """Updates that came about between steps: by `release`, and by `reserve` of what is wholly cached."""
+        """Updates that came about between steps: by `release`, by `reserve` of what is wholly cached, by `plan`."""
         updates, self._updates = self._updates, []
         return updates
 
@@ -310,7 +314,7 @@ class Batcher:
             else:
                 seq = self._sequences[seq_id]
                 seq.cleaning -= 1
-                self._free_if_over(seq)
+                self._let_go(seq)
 
     # ------------------------------------------------------------------------------------- inspection
 
@@ -332,10 +336,13 @@ class Batcher:
         statuses = [seq.status for seq in self._sequences.values()]
         return Gauges(
             running=statuses.count(SequenceStatus.RUNNING),
-            waiting=statuses.count(SequenceStatus.WAITING),
+            waiting=statuses.count(SequenceStatus.WAITING) + statuses.count(SequenceStatus.PREEMPTED),
             ended=statuses.count(SequenceStatus.FINISHED),
             queue_tokens=sum(seq.num_waiting_tokens for seq in self._sequences.values()),
             blocks=self.pool.counts,
+            held_back=self._room.held_back,
+            preempted=statuses.count(SequenceStatus.PREEMPTED),
+            preemptions=self._room.preemptions,
         )
 
     def check(self) -> None:
@@ -345,6 +352,9 @@ class Batcher:
             assert seq.steps_in_flight == in_flight.count(seq_id), f"{seq_id}: steps in flight miscounted"
             assert seq.num_placeholders <= self.config.depth + 1, f"{seq_id}: too many placeholders"
             assert seq.num_confirmed_tokens <= seq.num_computed_tokens <= seq.spec.num_slots
+            assert not any(seq.missing_blocks(seq.num_computed_tokens)), f"{seq_id}: computes beyond its blocks"
+            assert not (seq.leaving and not seq.steps_in_flight), f"{seq_id}: nothing keeps it from leaving"
+            assert not (seq.preempted and (any(map(len, seq.tables)) or seq.steps_in_flight or seq.num_placeholders))
             assert not seq.may_be_freed, f"{seq_id}: over, but its blocks are held"
             assert not (seq.finish and seq.num_placeholders), f"{seq_id}: over, but it waits for tokens"
         for row in (row for plan in self._in_flight for row in plan.sequences):
@@ -371,15 +381,17 @@ class Batcher:
         seq.steps_in_flight -= 1
         seq.spent(row.start, share_s)
         if bad:
-            self._condemn(seq)
+            condemn(self.pool, seq)
             self._fail(seq, "the logits were not finite")
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
             first_seq = seq.num_output_tokens
             self._report(seq, first_seq, seq.append(sampled))
-        self._free_if_over(seq)
+        self._let_go(seq)
 
-    def _report(self, seq: Sequence, first_seq: int = -1, token_ids: tuple[int, ...] = (), detail: str = "") -> None:
+    def _report(
+        self, seq: Sequence, first_seq: int = -1, token_ids: tuple[int, ...] = (), detail: str = "", event: str = ""
+    ) -> None:
         self._updates.append(
             SequenceUpdate(
                 seq_id=seq.spec.seq_id,
@@ -390,6 +402,7 @@ class Batcher:
                 finish=seq.finish,
                 totals=seq.totals() if seq.finish else None,
                 detail=detail,
+                event=event,
             )
         )
 
@@ -404,18 +417,18 @@ class Batcher:
             seq.end(finish)
         seq.kept_for_peer = False
         totals = seq.totals()
-        self._free_if_over(seq)
+        self._let_go(seq)
         return totals
 
-    def _condemn(self, seq: Sequence) -> None:
-        for pool, table in zip(self.pool.groups, seq.tables, strict=True):
-            pool.condemn(table.own)
-
-    def _free_if_over(self, seq: Sequence) -> None:
-        if seq.may_be_freed:
-            for pool, table in zip(self.pool.groups, seq.tables, strict=True):
-                pool.free(table.block_ids)
+    def _let_go(self, seq: Sequence) -> None:
+        if self._room.let_go(seq):
             del self._sequences[seq.spec.seq_id]
+
+    def _allowed(self, now: float) -> Collection[str]:
+        """Who may run by the batching policy."""
+        live = {i for i, seq in self._sequences.items() if not (seq.finish or seq.spec.compute_only)}
+        ready = [i for i in self._sequences if i in live and not self._sequences[i].awaiting_kv]
+        return frozenset(self._policy.admit(ready, live, now))
 
     def _zero_tail(self, seq: Sequence) -> None:
         """A partly filled block travels whole: what lies behind its last token must be nobody's."""

@@ -189,9 +189,10 @@ class Engine:
         return self._batcher.num_in_flight == 0 and self._zeroing == 0
 
     def _take_inbox(self) -> list[_Command | _Done | _Zeroed | _Stop]:
-        """Everything posted, in order; sleeps until there is something, or an idle tick has passed."""
+        """Everything posted, in order; sleeps until there is something, the batcher wants to plan, or a tick is over."""
+        wait_s = min(self._idle_tick_s, self._batcher.wait_s(time.monotonic()))
         try:
-            items = [self._inbox.get(timeout=self._idle_tick_s)]
+            items = [self._inbox.get(timeout=wait_s)]
         except queue.Empty:
             return []
         while True:
@@ -241,8 +242,9 @@ class Engine:
         if blocks:
             self._zeroing += 1
             self._work.put(blocks)
-        while not self._stopping and (plan := self._batcher.plan()) is not None:
+        while not self._stopping and (plan := self._batcher.plan(time.monotonic())) is not None:
             self._work.put(plan)
+        self._publish(self._batcher.take_updates())
 
     def _publish(self, updates: list[SequenceUpdate]) -> None:
         if updates:

@@ -7,7 +7,11 @@ There is no prefill or decode phase: a sequence only has `num_computed_tokens` c
     [num_cached, num_confirmed)        stored, final                    pulls of the hand-off, then ended steps
     [num_confirmed, num_computed)      being stored                     steps in flight
     [num_computed, len + in flight)    not yet planned
-    [.., spec.num_slots)               reserved, blocks held
+    [.., covered by its tables)        room to grow into, blocks held
+    [.., spec.num_slots)               may be needed yet; blocks come one by one
+
+A preempted sequence holds no blocks: its tokens stay, and `num_computed_tokens` begins again with what of them is still
+found in the cache.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from shared.contracts.grants import CLASSES, class_rank
 from shared.contracts.ids import BlockGeneration, BlockTag, TenantId
 from shared.contracts.parts import Totals
 from shared.contracts.sampling import SamplingParams
@@ -25,12 +30,15 @@ from shared.kv.block_table import BlockTable
 
 STOP, LENGTH, COMPUTED, CANCELLED, ERROR = "stop", "length", "computed", "cancelled", "error"
 """Finish reasons. COMPUTED ends a `compute_only` sequence; CANCELLED never appears in an update."""
+PREEMPTED, REVOKED, RESUMED = "preempted", "revoked", "resumed"
+"""Events of a sequence whose blocks are taken: REVOKED when it had not begun to compute."""
 _NO_TENANT = TenantId("")
 
 
 class SequenceStatus(enum.Enum):
     WAITING = "waiting"  # no step planned yet
     RUNNING = "running"
+    PREEMPTED = "preempted"  # its blocks were taken; it goes on when there is room
     FINISHED = "finished"  # its blocks may still be held: steps in flight, pins
 
 
@@ -53,6 +61,7 @@ class SequenceSpec:
     tags: tuple[tuple[BlockTag, ...], ...] = ()  # per layer group, of the leading full blocks
     tenant: TenantId = _NO_TENANT
     weight: float = 1.0  # the tenant's share of prompt tokens
+    klass: str = CLASSES[0]  # whose blocks are taken last: interactive | analysis | batch
     compute_only: bool = False  # store KV of all token_ids and end; never sample
     await_kv: bool = False  # a hand-off is to come: not runnable until released
 
@@ -72,7 +81,7 @@ class SequenceSpec:
 
     @property
     def num_slots(self) -> int:
-        """Token slots to reserve. The last sampled token is never computed, so it needs none."""
+        """Most token slots it can come to need. The last sampled token is never computed, so it needs none."""
         if self.compute_only:
             return len(self.token_ids)
         return self.num_prompt_tokens + self.sampling.max_tokens - 1
@@ -81,6 +90,11 @@ class SequenceSpec:
     def max_match(self) -> int:
         """Most tokens a prefix match may cover: the last token must be computed, if it is to be sampled from."""
         return len(self.token_ids) - (0 if self.compute_only else 1)
+
+    @property
+    def rank(self) -> int:
+        """Of its class; 0 is the highest."""
+        return class_rank(self.klass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,7 @@ class SequenceUpdate:
     finish: str = ""  # "" | stop | length | computed | error
     totals: Totals | None = None  # with `finish`; wall times and bytes are not the batcher's to know
     detail: str = ""  # with finish == "error": for logs
+    event: str = ""  # "" | preempted | revoked | resumed
 
 
 @dataclass(slots=True)
@@ -115,27 +130,40 @@ class Sequence:
     """Mutable state; owned by the batcher, so by the planner thread."""
 
     spec: SequenceSpec
-    tables: tuple[BlockTable, ...]  # one per layer group
-    num_cached_tokens: int
+    order: int  # of arrival
+    tables: tuple[BlockTable, ...]  # one per layer group; empty ones while it is preempted
+    num_cached_tokens: int  # found in the cache when it began
     tokens: list[int] = field(init=False)
+    num_shared_tokens: int = field(init=False)  # KV of [0, here) stands in blocks shared with others
     num_computed_tokens: int = field(init=False)  # advances when a step is planned
     num_confirmed_tokens: int = field(init=False)  # advances when it has ended
     num_received_tokens: int = 0  # KV of [0, here) is cached or was pulled
     num_scheduled_tokens: int = 0  # every position ever given to a step
+    num_redone_tokens: int = 0  # those given to a step before, and lost by a preemption
+    num_preemptions: int = 0
+    passed_over: int = 0  # newcomers that were let in while it waited for room
     num_placeholders: int = 0  # tokens that steps in flight will sample
     steps_in_flight: int = 0
     pins: int = 0  # readers and writers outside the steps
     cleaning: int = 0  # own blocks the cleaner has not zeroed yet
     kept_for_peer: bool = field(init=False)  # a peer will pull its blocks
     awaiting_kv: bool = field(init=False)
+    leaving: bool = False  # to be preempted once its steps in flight have ended
+    preempted: bool = False  # holds no blocks
     finish: str = ""
     prefill_s: float = 0.0  # its share, by tokens, of the steps that computed tokens it came with
     decode_s: float = 0.0  # the same for tokens sampled here
+    former: tuple[BlockTable, ...] = ()  # of a preempted sequence: what of these is still cached is shared again
     _reported: list[int] = field(init=False)  # blocks per group named in updates so far
+    _catch_up: int = field(init=False)  # tokens it has to compute before it samples
+    _furthest: int = field(init=False)  # KV of [0, here) was had once
+    _spared_until: int = 0  # not preempted before so many tokens are computed
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.token_ids)
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_cached_tokens
+        self.num_shared_tokens = self._furthest = self.num_cached_tokens
+        self._catch_up = len(self.tokens)
         self.awaiting_kv = self.spec.await_kv
         self.kept_for_peer = self.spec.compute_only
         self._reported = [table.num_shared for table in self.tables]
@@ -144,6 +172,8 @@ class Sequence:
     def status(self) -> SequenceStatus:
         if self.finish:
             return SequenceStatus.FINISHED
+        if self.preempted:
+            return SequenceStatus.PREEMPTED
         return SequenceStatus.RUNNING if self.num_scheduled_tokens else SequenceStatus.WAITING
 
     @property
@@ -154,7 +184,7 @@ class Sequence:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens the next step could compute."""
-        if self.finish or self.awaiting_kv:
+        if self.finish or self.awaiting_kv or self.leaving or self.preempted:
             return 0
         if not self.spec.compute_only:
             planned_outputs = self.num_output_tokens + self.num_placeholders
@@ -165,14 +195,69 @@ class Sequence:
     @property
     def may_be_freed(self) -> bool:
         """True when nothing reads or writes its blocks any more."""
-        return bool(self.finish) and not (self.steps_in_flight or self.pins or self.cleaning or self.kept_for_peer)
+        return bool(self.finish) and self.gives_back and not self.steps_in_flight
+
+    @property
+    def gives_back(self) -> bool:
+        """True when at most steps in flight keep its blocks from being free."""
+        return self.leaving or (bool(self.finish) and not (self.pins or self.cleaning or self.kept_for_peer))
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens it came with that this worker has still to compute, as far as is known."""
+        """Tokens known beforehand that this worker has still to compute, as far as can be said: those it came with,
+        and after a preemption its output too."""
         if self.finish or self.awaiting_kv:
             return 0
-        return max(0, len(self.spec.token_ids) - self.num_computed_tokens)
+        return max(0, self._catch_up - self.num_computed_tokens)
+
+    @property
+    def started(self) -> bool:
+        """True when KV was computed or pulled for it: taking its blocks costs work."""
+        return self.num_scheduled_tokens > 0 or self.num_received_tokens > self.num_cached_tokens
+
+    @property
+    def spared(self) -> bool:
+        """True between a preemption and the next block it makes: so each preemption is paid for with progress."""
+        return self.num_computed_tokens < self._spared_until
+
+    @property
+    def may_grow(self) -> bool:
+        """True when it holds blocks and may come to need more."""
+        if self.finish or self.preempted or self.spec.compute_only:
+            return False
+        return any(len(table) * table.block_size < self.spec.num_slots for table in self.tables)
+
+    def missing_blocks(self, num_tokens: int) -> tuple[int, ...]:
+        """Blocks per group that its tables lack to hold [0, num_tokens)."""
+        return tuple(max(0, -(-num_tokens // table.block_size) - len(table)) for table in self.tables)
+
+    def received(self) -> None:
+        """The hand-off is over: go on behind the KV that came."""
+        self.awaiting_kv = False
+        if not self.preempted:
+            self.num_computed_tokens = max(self.num_cached_tokens, self.num_received_tokens)
+            self.num_confirmed_tokens = self._furthest = self.num_computed_tokens
+
+    def vacate(self) -> None:
+        """Let go of all blocks; its steps have ended, so no token is on its way. The tokens stay."""
+        self.former = self.tables
+        self.tables = tuple(BlockTable(table.block_size, (), (), num_shared=0) for table in self.former)
+        self.num_computed_tokens = self.num_confirmed_tokens = self.num_shared_tokens = 0
+        self._catch_up = len(self.tokens)
+        self._reported = [0] * len(self.tables)
+        self.leaving, self.preempted = False, True
+
+    def return_to(self, tables: tuple[BlockTable, ...], num_shared_tokens: int) -> None:
+        """Go on in new blocks, of which the first hold [0, num_shared_tokens) already."""
+        if not self.started:
+            self.num_cached_tokens = num_shared_tokens
+        self.tables, self.former = tables, ()
+        self.num_computed_tokens = self.num_confirmed_tokens = self.num_shared_tokens = num_shared_tokens
+        self._furthest = max(self._furthest, num_shared_tokens)
+        self._reported = [table.num_shared for table in tables]
+        # The blocks it comes back to have room for this much more, so it needs nobody else's until then.
+        self._spared_until = len(self.tokens) + min(table.block_size for table in tables)
+        self.preempted, self.passed_over = False, 0
 
     def schedule(self, num_tokens: int) -> ScheduledSequence:
         """Plan the next `num_tokens` and advance; samples if they reach the end of its tokens."""
@@ -181,6 +266,8 @@ class Sequence:
         samples = num_tokens == self.num_pending_tokens and not self.spec.compute_only
         self.num_computed_tokens = end
         self.num_scheduled_tokens += num_tokens
+        self.num_redone_tokens += max(0, min(end, self._furthest) - start)
+        self._furthest = max(self._furthest, end)
         self.num_placeholders += samples
         self.steps_in_flight += 1
         return ScheduledSequence(
@@ -190,7 +277,7 @@ class Sequence:
             block_tables=tuple(table.covering(end) for table in self.tables),
             num_logits=int(samples),
             sampling=self.spec.sampling if samples else None,
-            stored_from=self.num_cached_tokens,
+            stored_from=self.num_shared_tokens,
         )
 
     def spent(self, start: int, seconds: float) -> None:
@@ -235,6 +322,7 @@ class Sequence:
         """Finish: rows of steps in flight no longer count."""
         self.finish = finish
         self.num_placeholders = 0
+        self.leaving = False
 
     def take_completed(self) -> tuple[tuple[CompletedBlock, ...], ...]:
         """Own blocks that have become full and final since the last call, per layer group."""
@@ -257,8 +345,8 @@ class Sequence:
     def totals(self) -> Totals:
         """The account so far. Completion tokens count over all attempts, everything else in this one.
 
-        Wasted are planned positions that the kept output did not need: rows in flight behind an end, and tokens behind
-        a stop match.
+        Wasted are planned positions that the kept output did not need: rows in flight behind an end, tokens behind a
+        stop match, and what was computed again after a preemption.
         """
         outputs = self.num_output_tokens
         needed = len(self.tokens) - (1 if outputs else 0)
@@ -269,8 +357,9 @@ class Sequence:
             completion_tokens=outputs,
             computed_tokens=self.num_scheduled_tokens,
             received_tokens=max(0, self.num_received_tokens - self.num_cached_tokens),
-            wasted_tokens=min(self.num_scheduled_tokens, max(0, self.num_computed_tokens - needed)),
+            wasted_tokens=min(self.num_scheduled_tokens, self.num_redone_tokens + max(0, self._furthest - needed)),
             checksum=completion_checksum(completion),
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
+            preemptions=self.num_preemptions,
         )

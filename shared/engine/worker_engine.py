@@ -24,6 +24,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.parts import StepModel
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.batching_policy import Batching
 from shared.engine.engine import Engine, Runner
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
@@ -59,6 +60,9 @@ class WorkerOptions:
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     max_num_seqs: int = 32
     depth: int = 1
+    batching: Batching = "continuous"
+    batch_size: int = 8
+    batch_window_s: float = 0.05
     threads: int = 0  # 0 = as torch decides
     kernels: str = "auto"
     self_check: bool = True
@@ -93,13 +97,14 @@ class WorkerFacts:
 
 @dataclass(slots=True)
 class WorkerEngine:
-    """A running engine with its pool. `on_updates` may be set any time; it is called on the planner thread."""
+    """A running engine with its pool. `on_updates` and `on_step` may be set any time; the planner thread calls them."""
 
     options: WorkerOptions
     facts: WorkerFacts
     pool: OwnPool
     runner: Runner
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
+    on_step: Callable[[StepObservation], None] = lambda step: None
     engine: Engine = field(init=False)
     _fit: StepTimeFit = field(init=False, default_factory=StepTimeFit)
     _observed: list[StepObservation] = field(init=False, default_factory=list)
@@ -108,7 +113,15 @@ class WorkerEngine:
 
     def __post_init__(self) -> None:
         o = self.options
-        config = BatcherConfig(o.token_budget, o.max_num_seqs, o.chunk_size, o.depth)
+        config = BatcherConfig(
+            token_budget=o.token_budget,
+            max_num_seqs=o.max_num_seqs,
+            chunk_size=o.chunk_size,
+            depth=o.depth,
+            batching=o.batching,
+            batch_size=o.batch_size,
+            batch_window_s=o.batch_window_s,
+        )
         self.engine = Engine(
             Batcher(self.facts.layout, config),
             self.runner,
@@ -154,6 +167,7 @@ class WorkerEngine:
         if self._calibrating:
             self._observed.append(observation)
             return
+        self.on_step(observation)
         self._steps += 1
         if observation.num_tokens > observation.num_seqs or self._steps % REFINE_EVERY == 0:
             self._fit = self._fit.refine(observation)

@@ -37,8 +37,12 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         block_size=settings.kv.block_size,
         pool_bytes=settings.kv.pool_bytes or DEFAULT_POOL_BYTES,
         token_budget=budget,
+        chunk_size=engine.chunk_size,
         max_num_seqs=engine.max_sequences,
         depth=engine.depth,
+        batching=engine.batching,
+        batch_size=engine.batch_size,
+        batch_window_s=engine.batch_window_s,
         threads=engine.threads or max(1, cores // max(1, workers.prefill + workers.decode)),
         fake=workers.fake,
     )

@@ -35,9 +35,12 @@ from shared.engine.batcher import Batcher, Gauges
 from shared.engine.sequence import SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, boot_id, host_name
 from shared.engine.worker_fences import Fences
+from shared.engine.worker_metrics import expose_engine
 from shared.engine.worker_publisher import Publisher
 from shared.engine.worker_tagger import Tagger
 from shared.kv.transfer import owner_lives
+from shared.telemetry import metric_names as names
+from shared.telemetry.metrics import Metrics
 
 log = logging.getLogger("baton.worker")
 T = TypeVar("T")
@@ -63,6 +66,9 @@ class Role(Protocol):
 
     def peer_beat(self, beat: WorkerBeat, progress: Mapping[Attempt, AttemptProgress], now: float) -> None:
         """Another worker's beat."""
+
+    def revoked(self) -> tuple[Attempt, ...]:
+        """Attempts held that have not begun and lack blocks: they may run elsewhere."""
 
     def awaited_peers(self) -> frozenset[WorkerId]:
         """Peers whose death must be seen at once."""
@@ -94,8 +100,11 @@ class WorkerShell:
         fences: Fences,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        metrics: Metrics,
     ) -> None:
         """`pool` is the model pool's name; the core's engine must have been started."""
+        self.metrics = metrics
         self.tracer = tracer or get_tracer("baton")
         self.bus = bus
         self.core = core
@@ -122,6 +131,8 @@ class WorkerShell:
         """Listen, then beat: once others see the beat, they may send."""
         self._role = role
         self.core.on_updates = self._hop
+        expose_engine(self.metrics, role.name, self.worker, self.core, lambda: self._gauges)
+        self.metrics.before_scrape(self._read)
         for subject, message_type, handler in (
             (subjects.ANY_WORKER_BEAT, WorkerBeat, self._on_worker_beat),
             (subjects.sched_beat(self._pool), SchedulerBeat, self._on_scheduler_beat),
@@ -198,6 +209,10 @@ class WorkerShell:
     def _on_replay(self, delivery: Delivery) -> None:
         self.tagger.replay()
 
+    def _read(self) -> None:
+        self.metrics.set(names.RESERVATIONS, len(self._role.attempts()))
+        self.metrics.total(names.BUS_DROPPED, self.publisher.lost, reason="unsent")
+
     async def _refresh(self) -> None:
         with contextlib.suppress(BatonError):
             self._gauges = await self.call(lambda batcher: batcher.gauges())
@@ -273,6 +288,9 @@ class WorkerShell:
             draining=self.draining,
             fake=facts.fake,
             token_bytes=tuple(g.token_bytes for g in facts.layout.groups),
+            held_back=gauges.held_back if gauges is not None else (),
+            revoked=self._role.revoked(),
+            preemptions=gauges.preemptions if gauges is not None else 0,
         )
 
 

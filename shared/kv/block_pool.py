@@ -192,6 +192,22 @@ class GroupPool:
         self.condemn(block_ids)
         return len(block_ids)
 
+    def tag_at(self, block_id: int, generation: int) -> BlockTag | None:
+        """The block's tag, if it still is of this generation and has one."""
+        block = self._blocks[block_id]
+        return block.tag if block.generation == generation else None
+
+    def condemn_given_up(self, block_id: int, generation: int) -> None:
+        """Distrust a block that was let go of: zeroed before any reuse, if it still is of this generation."""
+        block = self._blocks[block_id]
+        if block.generation != generation or block.condemned:
+            return
+        if block.refcount == 0:
+            (self._free if block.tag is None else self._cached).pop(block_id)
+            block.refcount = 1  # the cleaner's
+            self._dirty.append(block_id)
+        self.condemn([block_id])
+
     def take_dirty(self) -> list[int]:
         """Condemned blocks that nobody but the cleaner holds any more; each must come back through `cleaned`."""
         dirty, self._dirty = self._dirty, []

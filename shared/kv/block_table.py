@@ -9,6 +9,7 @@ Ownership, in token positions of a table with block size b:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.contracts.ids import BlockGeneration
@@ -34,6 +35,12 @@ class BlockTable:
     def own(self) -> tuple[int, ...]:
         """The blocks this sequence may write."""
         return self.block_ids[self.num_shared :]
+
+    def grown(self, block_ids: Sequence[int], generations: Sequence[BlockGeneration]) -> BlockTable:
+        """The table with more blocks of its own behind the others."""
+        return BlockTable(
+            self.block_size, (*self.block_ids, *block_ids), (*self.generations, *generations), self.num_shared
+        )
 
     def covering(self, num_tokens: int) -> tuple[int, ...]:
         """Ids of the blocks that hold [0, num_tokens). Raises IndexError when the table is shorter."""

@@ -95,14 +95,14 @@ async def test_refusals_say_why(tmp_path: Path) -> None:
         answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=over, a=attempt("req-c"))
         assert isinstance(answer, m.Refusal)
         assert answer.error.code.startswith("ContextExceeded")
-        big = SamplingParams(max_tokens=180, ignore_eos=True)
-        assert isinstance(await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-d")), m.Reserved)
-        answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-e"))
+        prompt, big = PROMPT * 5, SamplingParams(max_tokens=60, ignore_eos=True)  # 39 blocks of 64 to begin with
+        assert isinstance(await c.driver.reserve(c.decode_id, prompt, sampling=big, a=attempt("req-d")), m.Reserved)
+        answer = await c.driver.reserve(c.decode_id, prompt, sampling=big, a=attempt("req-e"))
         assert isinstance(answer, m.Refusal)
         assert not answer.never
         await cancel(c, "req-d")
         for _ in range(100):  # the blocks are free within two steps
-            answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-e"))
+            answer = await c.driver.reserve(c.decode_id, prompt, sampling=big, a=attempt("req-e"))
             if isinstance(answer, m.Reserved):
                 break
             await asyncio.sleep(0.01)
@@ -316,7 +316,7 @@ async def test_a_prefill_cancelled_while_it_is_refused_ends_quietly(tmp_path: Pa
         gate.set()
         answer = await run
         assert isinstance(answer, m.Refusal)
-        assert (answer.error.code, answer.never) == ("Overloaded/overloaded", True)
+        assert (answer.error.code, answer.never) == ("Overloaded/NeverFits", True)
         await c.driver.idle([c.prefill_id])
 
 

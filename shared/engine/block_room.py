@@ -1,0 +1,158 @@
+"""Who gets blocks, and whose are taken: admission, growth, preemption, return. Pure; `Batcher` owns and drives it.
+
+Admission takes the blocks of the tokens a sequence came with and one more per layer group to grow into, and leaves one
+for each running sequence: the watermark. Growth takes the others one by one. Where there is none left, `preemption`
+says who gives way; that sequence keeps its tokens and returns by itself, computing them again, when there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
+
+from shared.engine import sequence_blocks as blocks
+from shared.engine.preemption import Holder, choose_victim, may_enter
+from shared.engine.sequence import PREEMPTED, RESUMED, REVOKED, Sequence, SequenceSpec
+from shared.kv.block_pool import BlockPool
+from shared.kv.block_table import BlockTable
+
+
+class ReservationRefused(Exception):
+    """A sequence was not accepted; nothing was reserved. The message holds numbers, no tokens."""
+
+
+class NeverFits(ReservationRefused):
+    """It can come to need more blocks than the pool has: no waiting can help."""
+
+
+class NoBlocks(ReservationRefused):
+    """Too few blocks are available now."""
+
+
+class BlockRoom:
+    """The pool of a batcher and the sequences that share it.
+
+    Args:
+        sequences: the batcher's own, in order of arrival; only read here.
+        report: called with a sequence and one of its events.
+    """
+
+    def __init__(
+        self, pool: BlockPool, sequences: Mapping[str, Sequence], report: Callable[[Sequence, str], None]
+    ) -> None:
+        self.preemptions = 0  # so far, of sequences that had begun
+        self._pool = pool
+        self._sequences = sequences
+        self._report = report
+
+    def require_possible(self, specs: Seq[SequenceSpec]) -> None:
+        """Raises NeverFits when the empty pool could not hold each of `specs` to its end, or all of them to begin."""
+        begin = [blocks.to_begin(self._pool, spec, len(spec.token_ids)) for spec in specs]
+        most = max(self._pool.blocks_for(spec.num_slots) for spec in specs)
+        for number, group in enumerate(self._pool.groups):
+            needed = max(most[number], sum(counts[number] for counts in begin))
+            if needed > group.num_blocks:
+                raise NeverFits(f"{needed} blocks needed of {group.num_blocks}")
+
+    def admit(self, spec: SequenceSpec) -> tuple[tuple[BlockTable, ...], int]:
+        """Tables to begin with, and how many tokens of KV the shared blocks among them hold.
+
+        Raises:
+            NoBlocks: there is no room, or others have waited for it; nothing was taken.
+        """
+        homeless = self._homeless()
+        if not may_enter(spec.rank, [(seq.spec.rank, seq.passed_over) for seq in homeless]):
+            raise NoBlocks(f"{len(homeless)} preempted sequences wait for blocks")
+        needed = blocks.to_begin(self._pool, spec, len(spec.token_ids))
+        hits = self._pool.match(spec.tags, spec.token_ids, spec.max_match)
+        watermark = self._watermark()
+        if not blocks.has_room(self._pool, hits, needed, watermark):
+            there = tuple(counts.available for counts in self._pool.counts)
+            raise NoBlocks(f"{needed} blocks needed, {there} available, {watermark} of them for others to grow into")
+        for seq in homeless:
+            seq.passed_over += 1
+        return blocks.take(self._pool, hits, needed), len(hits[0]) * self._pool.groups[0].block_size
+
+    def let_return(self, allowed: Collection[str]) -> None:
+        """Give preempted sequences blocks again, the most urgent first, as far as there is room."""
+        for seq in self._homeless():
+            if seq.awaiting_kv or not may_run(seq, allowed):
+                continue
+            needed = blocks.to_begin(self._pool, seq.spec, len(seq.tokens))
+            hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, len(seq.tokens) - 1)
+            if not blocks.has_room(self._pool, hits, needed, self._watermark()):
+                return
+            num_shared = len(hits[0]) * self._pool.groups[0].block_size
+            seq.return_to(blocks.take(self._pool, hits, needed), num_shared)
+            self._report(seq, RESUMED)
+
+    def grows(self, seq: Sequence, allowed: Collection[str]) -> bool:
+        """Make sure of the blocks for its next token, at others' cost if need be. False: it is not in this step."""
+        missing = seq.missing_blocks(seq.num_computed_tokens + 1)
+        while any(missing) and not blocks.grow(self._pool, seq, missing):
+            if any(other.steps_in_flight and other.gives_back for other in self._sequences.values()):
+                return False  # blocks come when those steps end: nobody has to give way
+            victim = choose_victim(seq.spec.seq_id, self._holders(allowed))
+            if victim is None:
+                return False
+            self._sequences[victim].leaving = True
+            self.let_go(self._sequences[victim])
+            if victim == seq.spec.seq_id:
+                return False
+        return True
+
+    def let_go(self, seq: Sequence) -> bool:
+        """Take back what a sequence holds if it has ended or leaves, and no step in flight names it. True: it is over.
+
+        Tokens of the steps in flight of one that leaves still count.
+        """
+        if seq.leaving and not (seq.steps_in_flight or seq.pins):
+            started = seq.started
+            blocks.give_back(self._pool, seq)
+            seq.vacate()
+            seq.num_preemptions += started
+            self.preemptions += started
+            self._report(seq, PREEMPTED if started else REVOKED)
+        if not seq.may_be_freed:
+            return False
+        blocks.give_back(self._pool, seq)
+        return True
+
+    @property
+    def held_back(self) -> tuple[int, ...]:
+        """Available blocks per layer group that a newcomer does not get."""
+        needs = [blocks.to_begin(self._pool, seq.spec, len(seq.tokens)) for seq in self._homeless()]
+        return tuple(self._watermark() + sum(need[g] for need in needs) for g in range(len(self._pool.groups)))
+
+    def _homeless(self) -> list[Sequence]:
+        """Preempted sequences, the one to return first in front."""
+        return sorted((seq for seq in self._sequences.values() if seq.preempted and not seq.finish), key=urgency)
+
+    def _watermark(self) -> int:
+        """Blocks to keep free in every group: one for each sequence that may come to need it."""
+        return sum(seq.may_grow for seq in self._sequences.values())
+
+    def _holders(self, allowed: Collection[str]) -> list[Holder]:
+        return [
+            Holder(
+                seq_id=seq.spec.seq_id,
+                rank=seq.spec.rank,
+                order=seq.order,
+                started=seq.started,
+                spared=seq.spared,
+                pinned=bool(seq.pins),
+                can_run=may_run(seq, allowed) and not seq.awaiting_kv,
+            )
+            for seq in self._sequences.values()
+            if not (seq.finish or seq.leaving or seq.preempted or seq.spec.compute_only)
+        ]
+
+
+def urgency(seq: Sequence) -> tuple[int, int]:
+    """For sorting: higher classes first, and in each the oldest."""
+    return seq.spec.rank, seq.order
+
+
+def may_run(seq: Sequence, allowed: Collection[str]) -> bool:
+    """`allowed`: by the batching policy. What only computes for a peer is in nobody's batch."""
+    return seq.spec.compute_only or seq.spec.seq_id in allowed
