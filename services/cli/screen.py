@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -17,19 +18,27 @@ class Progress:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._started = self._phase = time.monotonic()
+        self.dated = False
+        """Lines go into a log: each gets its time, as the services' lines have it."""
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
     def say(self, line: str) -> None:
-        print(f"  {line}", file=self._stream, flush=True)
+        head = f"{_now()} INFO    up baton.up: " if self.dated else "  "
+        print(head + line, file=self._stream, flush=True)
 
     def done(self, what: str) -> None:
         """End a phase: its name and how long it took."""
         now = time.monotonic()
         self.say(f"{now - self._phase:6.2f} s  {what}")
         self._phase = now
+
+
+def _now() -> str:
+    """Wall time as in the services' logs."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def ready_screen(settings: Settings, url: str, api_key: str, logs: Path, elapsed_s: float, token_s: float) -> str:

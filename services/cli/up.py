@@ -97,6 +97,7 @@ async def _serve(
             state.write_record(ready.record)
             print(json.dumps(asdict(ready.record)) if options.json else ready.screen, flush=True)
             finish_handover(env, state.log("up"))
+            progress.dated = become_daemon_child(env)
             watching = asyncio.create_task(_watch(supervisor, state.logs))
             if await _unless_stopped(watching, stop):
                 watching.result()

@@ -50,7 +50,8 @@ class HandoffIn:
                     if done:
                         self._run_from(held, num_tokens, "")
                 case TurnLocal(_, num_tokens, reason, _):
-                    log.info("%s goes on locally from token %d: %s", held.attempt.request_id, num_tokens, reason)
+                    words = "%s goes on locally from token %d: %s"
+                    log.info(words, held.attempt.request_id, num_tokens, reason, extra={"span": held.span})
                     self._run_from(held, num_tokens, reason)
                 case Closed():
                     self._count(held, "closed")
@@ -82,7 +83,7 @@ class HandoffIn:
             )
         except Exception as exc:
             # A sink waits for every pull's answer before it lets go of its blocks.
-            log.exception("a pull for %s failed", held.attempt.request_id)
+            log.exception("a pull for %s failed", held.attempt.request_id, extra={"span": held.span})
             result = PullResult(error=f"pull_failed: {type(exc).__name__}")
         stats.seconds += self._shell.clock() - started
         stats.num_bytes += result.num_bytes

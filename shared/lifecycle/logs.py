@@ -1,4 +1,8 @@
-"""Logs of a process: plain lines for people, or one JSON object a line. Never prompt text."""
+"""Logs of a process: plain lines for people, or one JSON object a line. Never prompt text.
+
+A line written inside a span names its trace, and the request where the span does. Where a request's span is not the
+current one, `log.info(..., extra={"span": span})` says whose line it is.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,32 @@ import logging
 import sys
 import time
 
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan
+
+from shared.telemetry import attributes as a
+
 
 class PlainFormatter(logging.Formatter):
-    """`12:03:04.123 INFO  policy baton.bus: message`, UTC."""
+    """`2026-01-31T12:03:04.123Z INFO    policy baton.bus: message  request=req-… trace=…`, UTC."""
 
     converter = staticmethod(time.gmtime)
 
     def __init__(self, service: str) -> None:
-        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {service} %(name)s: %(message)s", "%H:%M:%S")
+        super().__init__(
+            f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {service} %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
+        )
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        ids = trace_ids(record)
+        marks = [
+            f"{short}={ids[name]}" for short, name in (("request", "request_id"), ("trace", "trace_id")) if name in ids
+        ]
+        return "  ".join((super().formatMessage(record), *([" ".join(marks)] if marks else [])))
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (unix seconds), level, service, logger, message, error."""
+    """One object a line: time (unix seconds), level, service, logger, message, trace_id, span_id, request_id, error."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -31,10 +49,23 @@ class JsonFormatter(logging.Formatter):
             "service": self._service,
             "logger": record.name,
             "message": record.getMessage(),
+            **trace_ids(record),
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+def trace_ids(record: logging.LogRecord) -> dict[str, str]:
+    """`trace_id`, `span_id` and `request_id` of the span a line belongs to, as far as there are any."""
+    span: trace.Span = getattr(record, "span", None) or trace.get_current_span()
+    context = span.get_span_context()
+    if not context.is_valid:
+        return {}
+    ids = {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+    if isinstance(span, ReadableSpan) and isinstance(request := (span.attributes or {}).get(a.REQUEST_ID), str):
+        ids["request_id"] = request
+    return ids
 
 
 def set_up_logs(service: str, log_format: str, level: str) -> None:
