@@ -55,25 +55,36 @@ def _cluster(stack: StackRecord) -> dict[str, Any] | None:
 
 
 def lines(shown: Mapping[str, Any]) -> list[str]:
-    """The table: a line for the stack, one for the scheduler, one a worker. Pure."""
+    """The table: a line for the stack, one for each pool's scheduler, one a worker. Pure."""
     found = [f"{shown['url']}  process {shown['pid']}"]
     if "gateway" not in shown:
         return found
     found[0] += f"  {shown['gateway']['requests']} requests"
-    scheduler = shown["scheduler"]
-    found.append(
-        "scheduler  not heard"
-        if scheduler is None
-        else f"scheduler  {scheduler['queued']} queued  {scheduler['running']} running  term {scheduler['term']}"
-    )
+    pools = shown["pools"]
+    several = len(pools) > 1
+    if several:
+        found += [f"pool {p['pool']} ({', '.join(p.get('models', ()))})  {_scheduler(p['scheduler'])}" for p in pools]
+    else:
+        found.append(_scheduler(shown["scheduler"]))
     if shown["workers"]:
-        found.append(f"{'WORKER':<24}{'RUNNING':>8}{'WAITING':>8}{'PROMPT TOKENS':>14}{'FREE BLOCKS':>14}{'HEARD':>8}")
+        found.append(
+            f"{'WORKER':<24}{'RUNNING':>8}{'WAITING':>8}{'PROMPT TOKENS':>14}{'FREE BLOCKS':>14}{'HEARD':>8}"
+            + ("  POOL" if several else "")
+        )
     for worker in shown["workers"]:
         free, total = sum(worker["free_blocks"]), sum(worker["total_blocks"])
-        notes = "".join(f"  {note}" for note in ("fake", "draining") if worker[note])
+        notes = (f"  {worker['pool']}" if several else "") + "".join(
+            f"  {note}" for note in ("fake", "draining") if worker[note]
+        )
         found.append(
             f"{worker['id']:<24}{worker['running']:>8}{worker['waiting']:>8}{worker['queue_tokens']:>14}"
             f"{f'{free}/{total}':>14}{worker['age_s']:>7.1f}s{notes}"
         )
     found += [f"metrics    {name:<20} {url}" for name, url in shown.get("metrics", {}).items()]
     return found
+
+
+def _scheduler(scheduler: Mapping[str, Any] | None) -> str:
+    if scheduler is None:
+        return "scheduler  not heard"
+    return f"scheduler  {scheduler['queued']} queued  {scheduler['running']} running  term {scheduler['term']}"

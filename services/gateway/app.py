@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, Status, StatusCode
+from opentelemetry.trace import Link, Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,6 +30,7 @@ from services.gateway.service import GatewayService
 from shared.contracts.errors import BatonError, Cancelled
 from shared.contracts.messages import Identity
 from shared.ingress.error_body import as_baton_error
+from shared.ingress.failed_span import end_failed
 from shared.ingress.openai_schema import ChatRequest, GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.request_metrics import count_refused
@@ -90,7 +91,7 @@ class Door:
 
     def _refuse(self, span: Span, error: BatonError) -> None:
         count_refused(self._service.ingress.metrics, error)
-        _end_failed(span, error)
+        end_failed(span, error)
 
     async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Session:
         service = self._service
@@ -103,7 +104,7 @@ class Door:
         body = await read_body(request.stream(), length, config.max_body_bytes, config.body_timeout_s)
         span.set_attribute(a.BODY_BYTES, len(body))
         parsed = await service.models.parse(parse, body)
-        model = service.models.get(parsed.model)
+        model = service.models.get(parsed.model, identity.models)
         span.set_attribute(a.MODEL, model.name)
         return await self._submit(parsed, model, identity, hashed, span, arrived)
 
@@ -120,21 +121,17 @@ class Door:
         with service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
             prompt = await model.codec.encode(parsed)
             tokenize.set_attribute(a.PROMPT_TOKENS, len(prompt))
-        plan = make_plan(
-            parsed,
-            prompt,
-            context=model.context,
-            vocab_size=model.codec.tokenizer.vocab_size,
-            identity=identity,
-            seed=secrets.randbits(64),
-        )
+        plan = make_plan(parsed, prompt, model, identity=identity, seed=secrets.randbits(64))
         span.set_attribute(a.STREAM, plan.stream)
         span.set_attribute(a.MAX_TOKENS, plan.sampling.max_tokens)
         return await service.open(plan, hashed, span=span, arrived=arrived)
 
     async def probe(self) -> bool:
-        """Send one token through all services with the gateway's own key. True when it came."""
-        config, model = self._service.config, next(iter(self._service.models))
+        """Send one token of each model through all services with the gateway's own key. True when all came."""
+        return all([await self._probe(model) for model in self._service.models])
+
+    async def _probe(self, model: ServedModel) -> bool:
+        config = self._service.config
         body = {"model": model.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         arrived = time.monotonic()
         span = self._service.telemetry.tracer.start_span("gateway.request", context=Context())
@@ -144,7 +141,7 @@ class Door:
             identity = await self._service.authenticate(hashed)
             session = await self._submit(ChatRequest.model_validate(body), model, identity, hashed, span, arrived)
         except BatonError as error:
-            _end_failed(span, error)
+            end_failed(span, error)
             log.info("not ready: %s", error.message)
             return False
         finally:
@@ -157,19 +154,18 @@ class Door:
     # ------------------------------------------------------------------------------------------ the rest
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models"""
-        await self._service.authenticate(key_hash(request.headers))
-        return json_response(
-            {"object": "list", "data": [self._model(model) for model in self._service.models]}, _echo(request)
-        )
+        """GET /v1/models: those the key may use."""
+        identity = await self._service.authenticate(key_hash(request.headers))
+        found = self._service.models.open_to(identity.models)
+        return json_response({"object": "list", "data": [self._model(model) for model in found]}, _echo(request))
 
     async def model(self, request: Request, model_id: str) -> Response:
         """GET /v1/models/{id}"""
-        await self._service.authenticate(key_hash(request.headers))
-        return json_response(self._model(self._service.models.get(model_id)), _echo(request))
+        identity = await self._service.authenticate(key_hash(request.headers))
+        return json_response(self._model(self._service.models.get(model_id, identity.models)), _echo(request))
 
     def _model(self, model: ServedModel) -> dict[str, Any]:
-        owner = "baton, fake workers" if self._service.cluster.has_fake_workers else "baton"
+        owner = "baton, fake workers" if self._service.cluster.has_fake_workers(model.pool) else "baton"
         return {"id": model.name, "object": "model", "created": self._started, "owned_by": owner}
 
     async def health(self) -> Response:

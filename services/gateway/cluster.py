@@ -1,7 +1,8 @@
-"""What a gateway knows of the stack's load: the last beat of every worker, ingress and the leading scheduler. Pure."""
+"""What a gateway knows of the stack's load: the last beat of every worker, ingress and leading scheduler. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from shared.contracts.ids import IngressId, WorkerId
@@ -17,16 +18,17 @@ class Cluster:
     def __init__(self) -> None:
         self._workers: dict[WorkerId, tuple[WorkerBeat, float]] = {}
         self._ingresses: dict[IngressId, tuple[GatewayBeat, float]] = {}
-        self._scheduler: tuple[SchedulerBeat, float] | None = None
+        self._schedulers: dict[str, tuple[SchedulerBeat, float]] = {}
 
     def on_worker_beat(self, beat: WorkerBeat, now: float) -> None:
         """A worker told how it is."""
         self._workers[beat.worker] = (beat, now)
 
     def on_scheduler_beat(self, beat: SchedulerBeat, now: float) -> None:
-        """The leader told what it has queued and placed. One of an older term changes nothing."""
-        if self._scheduler is None or beat.term >= self._scheduler[0].term:
-            self._scheduler = (beat, now)
+        """A pool's leader told what it has queued and placed. One of an older term changes nothing."""
+        known = self._schedulers.get(beat.pool)
+        if known is None or beat.term >= known[0].term:
+            self._schedulers[beat.pool] = (beat, now)
 
     def on_ingress_beat(self, beat: GatewayBeat, now: float) -> None:
         """A gateway, or the batch service, told which requests it holds."""
@@ -39,19 +41,25 @@ class Cluster:
         for ingress in [i for i, (_, heard) in self._ingresses.items() if now - heard > FORGET_S]:
             del self._ingresses[ingress]
 
-    @property
-    def has_fake_workers(self) -> bool:
-        """True if tokens may be made up."""
-        return any(beat.fake for beat, _ in self._workers.values())
+    def has_fake_workers(self, pool: str) -> bool:
+        """True if a pool's tokens may be made up."""
+        return any(beat.fake for beat, _ in self._workers.values() if beat.pool == pool)
 
     def body(self, now: float) -> dict[str, Any]:
-        """`scheduler` (None when silent), `ingresses` by id and `workers` by role and id; `age_s`: since the beat."""
+        """What was heard lately; `age_s`: since the beat.
+
+        `scheduler`, of all pools together (None when silent), `pools` with the scheduler of each, `ingresses` by id,
+        `workers` by role and id.
+        """
         self.forget_old(now)
         known = sorted(self._workers.values(), key=lambda entry: (entry[0].role, entry[0].worker))
-        heard = self._scheduler
-        silent = heard is None or now - heard[1] > FORGET_S
+        heard = {
+            pool: _scheduler(beat, now - at) for pool, (beat, at) in self._schedulers.items() if now - at <= FORGET_S
+        }
+        pools = sorted(heard.keys() | {beat.pool for beat, _ in known})
         return {
-            "scheduler": None if heard is None or silent else _scheduler(heard[0], now - heard[1]),
+            "scheduler": _together([heard[pool] for pool in pools if pool in heard]),
+            "pools": [{"pool": pool, "scheduler": heard.get(pool)} for pool in pools],
             "ingresses": [_ingress(*self._ingresses[ingress], now) for ingress in sorted(self._ingresses)],
             "workers": [_worker(beat, now - at) for beat, at in known],
         }
@@ -65,6 +73,23 @@ def _scheduler(beat: SchedulerBeat, age_s: float) -> dict[str, Any]:
         "queued_by_class": beat.queued_by_class,
         "running": beat.running,
         "age_s": round(age_s, 3),
+    }
+
+
+def _together(schedulers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The schedulers of several pools as one: sums, the latest term, the longest silence."""
+    if len(schedulers) < 2:
+        return schedulers[0] if schedulers else None
+    by_class: Counter[str] = Counter()
+    for scheduler in schedulers:
+        by_class.update(scheduler["queued_by_class"])
+    return {
+        "id": ", ".join(scheduler["id"] for scheduler in schedulers),
+        "term": max(scheduler["term"] for scheduler in schedulers),
+        "queued": sum(scheduler["queued"] for scheduler in schedulers),
+        "queued_by_class": dict(by_class),
+        "running": sum(scheduler["running"] for scheduler in schedulers),
+        "age_s": max(scheduler["age_s"] for scheduler in schedulers),
     }
 
 

@@ -135,7 +135,10 @@ class GatewayService:
         """What runs where and what is ready, for `./baton status`, `./baton top` and the console."""
         ingress = self.ingress
         own = {"id": ingress.config.ingress_id, "requests": len(ingress.sessions), "draining": ingress.draining}
-        return {"gateway": own, "checks": self.checks(), **self.cluster.body(self._clock())}
+        body = self.cluster.body(self._clock())
+        for pool in body["pools"]:
+            pool["models"] = [model.name for model in self.models if model.pool == pool["pool"]]
+        return {"gateway": own, "checks": self.checks(), **body}
 
     # ------------------------------------------------------------------------------------------ news
 

@@ -52,9 +52,12 @@ class PromptCodec:
         """
         if not isinstance(request, ChatRequest) and not isinstance(request.prompt, str):
             return list(request.prompt)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, request)
 
-    def _encode(self, request: GenerationRequest) -> list[int]:
+    def encode_now(self, request: GenerationRequest) -> list[int]:
+        """As `encode`, on the caller's own thread."""
+        if not isinstance(request, ChatRequest) and not isinstance(request.prompt, str):
+            return list(request.prompt)
         if isinstance(request, ChatRequest):
             if self.tokenizer.chat_template is None:
                 raise InvalidInput("this model has no chat template; use /v1/completions", param="messages")
@@ -66,7 +69,7 @@ class PromptCodec:
                 f"this model's context is {self._context} tokens; the prompt has {len(request.prompt)} characters",
                 param="prompt",
             )
-        return self.tokenizer.encode(request.prompt, parse_special=True)
+        return self.tokenizer.encode_prompt(request.prompt)
 
     def close(self) -> None:
         """End the threads; encodings in progress finish."""

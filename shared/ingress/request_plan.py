@@ -8,6 +8,7 @@ from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.contracts.messages import Identity
 from shared.contracts.sampling import SamplingParams
 from shared.ingress.openai_schema import ChatRequest, GenerationRequest
+from shared.ingress.served_models import ServedModel
 
 DEFAULT_MAX_TOKENS = 1024
 _U64 = 2**64 - 1
@@ -32,13 +33,13 @@ def prompt_field(request: GenerationRequest) -> str:
 
 
 def make_plan(
-    request: GenerationRequest, prompt: list[int], *, context: int, vocab_size: int, identity: Identity, seed: int
+    request: GenerationRequest, prompt: list[int], model: ServedModel, *, identity: Identity, seed: int
 ) -> RequestPlan:
     """The plan of a tokenized request.
 
     Args:
         prompt: its token ids.
-        context: most tokens of prompt and output together.
+        model: the one that `request` asks for, by whichever name.
         identity: for the tenant's default and limit of output tokens.
         seed: used when the client gave none.
 
@@ -49,18 +50,19 @@ def make_plan(
     field = prompt_field(request)
     if not prompt:
         raise InvalidInput("the prompt has no tokens", param=field)
-    max_tokens = max_output(len(prompt), request.output_limit, context, identity, field)
-    if max(prompt) >= vocab_size:
-        raise InvalidInput(f"token ids must be below {vocab_size}", param=field)
+    max_tokens = max_output(len(prompt), request.output_limit, model.context, identity, field)
+    if max(prompt) >= model.vocab_size:
+        raise InvalidInput(f"token ids must be below {model.vocab_size}", param=field)
+    defaults = model.defaults
     return RequestPlan(
         kind="chat" if isinstance(request, ChatRequest) else "completions",
-        model=request.model,
+        model=model.name,
         prompt=tuple(prompt),
         sampling=SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k or 0,
+            temperature=defaults.temperature if request.temperature is None else request.temperature,
+            top_p=defaults.top_p if request.top_p is None else request.top_p,
+            top_k=defaults.top_k if request.top_k is None else request.top_k,
             seed=(seed if request.seed is None else request.seed) & _U64,
         ),
         stops=request.stop,

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.contracts.errors import SettingsError
 from shared.ingress.error_body import unknown_model
 from shared.ingress.prompt_codec import PromptCodec, Request
+from shared.model.config import load_config
 from shared.model.fetch import cache_dir, default_model_dir
-from shared.settings.sections import Settings
+from shared.model.generation import SamplingDefaults, load_sampling_defaults
+from shared.settings.models import served_models
+from shared.settings.sections import ModelEntry, Settings
 from shared.text.tokenizer import load_tokenizer
+
+log = logging.getLogger("baton.ingress")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model. `context`: most tokens of prompt and output together; `pool`: part of the scheduler's subjects."""
+    """One model.
+
+    Attributes:
+        pool: part of the scheduler's subjects.
+        context: most tokens of prompt and output together.
+        aliases: other names clients may ask for; everything behind the door goes by `name`.
+        defaults: sampling when a client names none.
+        embeddings: tokens the model knows; 0 = as many as its tokenizer.
+    """
 
     name: str
     pool: str
     context: int
     codec: PromptCodec
+    aliases: tuple[str, ...] = ()
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    embeddings: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below it may stand in a prompt."""
+        known = self.codec.tokenizer.vocab_size
+        return min(known, self.embeddings) if self.embeddings else known
 
 
 class ServedModels:
@@ -30,13 +51,14 @@ class ServedModels:
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
         self._models = {model.name: model for model in models}
+        self._aliases = {alias: model for model in self for alias in model.aliases}
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may ask for."""
+        """What clients may ask for, aliases aside."""
         return tuple(self._models)
 
     @property
@@ -44,11 +66,17 @@ class ServedModels:
         """Every pool once."""
         return tuple(dict.fromkeys(model.pool for model in self))
 
-    def get(self, name: str) -> ServedModel:
-        """Raises UnknownModel naming the known ones."""
-        if name not in self._models:
-            raise unknown_model(self.names)
-        return self._models[name]
+    def open_to(self, allowed: Sequence[str]) -> list[ServedModel]:
+        """The models whose names are in `allowed`; empty allows every one."""
+        return [model for model in self if not allowed or model.name in allowed]
+
+    def get(self, name: str, allowed: Sequence[str] = ()) -> ServedModel:
+        """The model of a name or alias, if it is open to `allowed`. Raises UnknownModel naming those that are."""
+        model = self._models.get(name) or self._aliases.get(name)
+        found = self.open_to(allowed)
+        if model is None or model not in found:
+            raise unknown_model([model.name for model in found])
+        return model
 
     async def parse(self, parse: Callable[[bytes], Request], body: bytes) -> Request:
         """`parse(body)`, which finds out the model: the first one's threads do it. Raises what it raises."""
@@ -62,20 +90,21 @@ class ServedModels:
 
 def load_models(settings: Settings, env: Mapping[str, str]) -> ServedModels:
     """The models of the settings, with their tokenizers. Raises SettingsError for a folder that lacks something."""
-    section = settings.model
-    folder = Path(section.path) if section.path else default_model_dir(cache_dir(env))
-    context = context_length(folder)
-    codec = PromptCodec(load_tokenizer(folder), context)
-    return ServedModels([ServedModel(section.name, section.pool, context, codec)])
+    return ServedModels([_load(entry, env) for entry in served_models(settings)])
 
 
-def context_length(model_dir: Path) -> int:
-    """`max_position_embeddings` of a model folder. Raises SettingsError when it is not there."""
-    path = model_dir / "config.json"
-    try:
-        value = json.loads(path.read_bytes())["max_position_embeddings"]
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise SettingsError(f"{path}: no max_position_embeddings", param=str(path)) from exc
-    if type(value) is not int or value < 2:
-        raise SettingsError(f"{path}: max_position_embeddings must be an integer above 1", param=str(path))
-    return value
+def _load(entry: ModelEntry, env: Mapping[str, str]) -> ServedModel:
+    folder = Path(entry.path) if entry.path else default_model_dir(cache_dir(env))
+    config = load_config(folder)
+    defaults = load_sampling_defaults(folder) if entry.generation_config == "auto" else SamplingDefaults()
+    if defaults.unused:
+        log.warning("%s: of generation_config.json not applied: %s", entry.name, ", ".join(defaults.unused))
+    return ServedModel(
+        name=entry.name,
+        pool=entry.pool,
+        context=config.max_positions,
+        codec=PromptCodec(load_tokenizer(folder), config.max_positions),
+        aliases=entry.aliases,
+        defaults=defaults,
+        embeddings=config.vocab_size,
+    )

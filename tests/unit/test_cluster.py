@@ -8,11 +8,13 @@ from shared.contracts.ids import Incarnation, IngressId, RequestId, Term, Worker
 from shared.contracts.messages import GatewayBeat, SchedulerBeat, WorkerBeat
 
 
-def worker_beat(worker: str, role: str = "decode", number: int = 1, free: int = 8, fake: bool = False) -> WorkerBeat:
+def worker_beat(
+    worker: str, role: str = "decode", number: int = 1, free: int = 8, fake: bool = False, pool: str = "default"
+) -> WorkerBeat:
     return WorkerBeat(
         worker=WorkerId(worker),
         role=role,
-        pool="default",
+        pool=pool,
         incarnation=Incarnation(1),
         boot_id="b",
         host="h",
@@ -45,7 +47,7 @@ def test_the_newest_beats_are_shown_by_role_with_their_age() -> None:
 
 def test_who_falls_silent_is_dropped() -> None:
     cluster = Cluster()
-    nothing = {"scheduler": None, "ingresses": [], "workers": []}
+    nothing = {"scheduler": None, "pools": [], "ingresses": [], "workers": []}
     assert cluster.body(0.0) == nothing
     cluster.on_worker_beat(worker_beat("d-1"), 0.0)
     cluster.on_scheduler_beat(scheduler_beat(1), 0.0)
@@ -84,11 +86,45 @@ def test_status_prints_a_line_a_worker_and_labels_fakes() -> None:
     assert lines({"url": "http://h:1", "pid": 7}) == ["http://h:1  process 7"]
 
 
+def test_each_pool_is_shown_with_its_scheduler_and_all_of_them_together() -> None:
+    cluster = Cluster()
+    for pool, term, queued, at in (("a", 3, 1, 0.0), ("b", 2, 4, 1.0)):
+        classes = {"interactive": queued}
+        cluster.on_scheduler_beat(
+            SchedulerBeat(
+                pool=pool, term=Term(term), scheduler_id=f"s-{pool}", queued=queued, running=2, queued_by_class=classes
+            ),
+            at,
+        )
+    cluster.on_worker_beat(worker_beat("d-1", pool="b"), 1.0)
+    cluster.on_worker_beat(worker_beat("d-2", pool="c"), 1.0)
+    body = cluster.body(1.5)
+    assert [(p["pool"], p["scheduler"] and p["scheduler"]["queued"]) for p in body["pools"]] == [
+        ("a", 1),
+        ("b", 4),
+        ("c", None),
+    ]
+    together = body["scheduler"]
+    assert (together["queued"], together["running"], together["term"], together["age_s"]) == (5, 4, 3, 1.5)
+    assert together["queued_by_class"] == {"interactive": 5}
+    for pool in body["pools"]:
+        pool["models"] = [f"model-{pool['pool']}"]
+    shown = lines({"url": "u", "pid": 1, "gateway": {"requests": 0}, **body})
+    assert shown[1:4] == [
+        "pool a (model-a)  scheduler  1 queued  2 running  term 3",
+        "pool b (model-b)  scheduler  4 queued  2 running  term 2",
+        "pool c (model-c)  scheduler  not heard",
+    ]
+    assert shown[4].endswith("  POOL")
+    assert shown[5].endswith("  b")
+
+
 def test_one_fake_worker_is_enough_to_distrust_tokens() -> None:
     cluster = Cluster()
     cluster.on_worker_beat(worker_beat("d-1"), 1.0)
-    assert not cluster.has_fake_workers
+    assert not cluster.has_fake_workers("default")
     cluster.on_worker_beat(worker_beat("d-2", fake=True), 1.0)
-    assert cluster.has_fake_workers
+    assert cluster.has_fake_workers("default")
+    assert not cluster.has_fake_workers("other")
     cluster.forget_old(1.0 + FORGET_S + 1.0)
-    assert not cluster.has_fake_workers
+    assert not cluster.has_fake_workers("default")

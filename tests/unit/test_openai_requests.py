@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +15,10 @@ from shared.contracts.ids import TenantId
 from shared.contracts.messages import Identity
 from shared.ingress.openai_schema import ChatRequest, CompletionRequest
 from shared.ingress.parse import parse_chat, parse_completion
+from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.request_plan import make_plan
+from shared.ingress.served_models import ServedModel
+from shared.model.generation import SamplingDefaults
 
 USER = {"role": "user", "content": "hi"}
 IDENTITY = Identity(tenant=TenantId("t"), key_id="k", default_max_tokens=100)
@@ -242,7 +246,12 @@ def test_differing_limits_are_refused() -> None:
 
 
 def plan(request: Any, prompt: list[int], identity: Identity = IDENTITY, context: int = 200) -> Any:
-    return make_plan(request, prompt, context=context, vocab_size=300, identity=identity, seed=5)
+    return make_plan(request, prompt, served(context), identity=identity, seed=5)
+
+
+def served(context: int = 200, **changes: Any) -> ServedModel:
+    codec = cast(PromptCodec, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=300)))
+    return ServedModel("tiny-model", "default", context, codec, **changes)
 
 
 def test_the_plan_fills_in_defaults() -> None:
@@ -253,6 +262,23 @@ def test_the_plan_fills_in_defaults() -> None:
     limited = Identity(tenant=TenantId("t"), key_id="k", default_max_tokens=100, limits=Limits(max_output_tokens=20))
     assert plan(completion(), [1], limited).sampling.max_tokens == 20
     assert plan(completion(seed=-1), [1]).sampling.seed == 2**64 - 1
+
+
+def test_the_models_own_defaults_fill_in_what_a_client_left_out() -> None:
+    model = served(defaults=SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40))
+
+    def sampling(**fields: Any) -> tuple[float, float, int]:
+        made = make_plan(chat(**fields), [1], model, identity=IDENTITY, seed=5).sampling
+        return made.temperature, made.top_p, made.top_k
+
+    assert sampling() == (0.6, 0.9, 40)
+    assert sampling(temperature=0, top_p=1, top_k=0) == (0.0, 1.0, 0)
+    assert make_plan(completion(), [1], model, identity=IDENTITY, seed=5).model == "tiny-model"
+
+
+def test_ids_the_model_has_no_embedding_for_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="below 250"):
+        make_plan(completion(prompt=[250]), [250], served(embeddings=250), identity=IDENTITY, seed=5)
 
 
 def test_the_context_bounds_prompt_and_output() -> None:
