@@ -228,10 +228,3 @@ def _client_links(request: Request) -> list[Link]:
     carrier = {"traceparent": given}
     context = trace.get_current_span(_TRACE_PARENT.extract(carrier, context=Context())).get_span_context()
     return [Link(context)] if context.is_valid else []
-
-
-def _end_failed(span: Span, error: BatonError) -> None:
-    span.set_attribute(a.STATUS, error.code)
-    span.set_attribute(a.HTTP_STATUS, error.status)
-    span.set_status(Status(StatusCode.ERROR))
-    span.end()

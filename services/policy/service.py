@@ -19,7 +19,14 @@ from services.policy.admission import Terms
 from services.policy.ledger import plausible
 from services.policy.metrics import PolicyMetrics
 from services.policy.records import Records
-from services.policy.tenants import KeyRecord, TenantRecord, check_key, effective_limits, identity
+from services.policy.tenants import (
+    KeyRecord,
+    TenantRecord,
+    check_key,
+    default_output,
+    effective_limits,
+    identity,
+)
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.bus.streams import AUDIT_STREAM, SETTLE_STREAM, STREAMS
 from shared.contracts import messages as m
@@ -198,7 +205,8 @@ class PolicyService:
         limits = effective_limits(tenant.limits, self._defaults.limits)
         klass = admission.check(ask, tenant, limits)
         now_s = await self._accounts.now_s()
-        return self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, self._defaults.terms), span)
+        granted = self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, self._defaults.terms), span)
+        return msgspec.structs.replace(granted, default_max_tokens=default_output(tenant, self._defaults.max_tokens))
 
     def _granted(self, grant: Grant, span: Span) -> m.Granted:
         span.set_attributes({attr.STATUS: "ok", attr.CLASS: grant.klass, attr.BUDGET_S: grant.budget_s})

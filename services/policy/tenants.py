@@ -75,13 +75,19 @@ def check_key(key_hash: bytes, key: KeyRecord | None) -> KeyRecord:
     return key
 
 
+def default_output(tenant: TenantRecord, default: int) -> int:
+    """Output tokens of a request that names no number; `default` is the installation's."""
+    return default if tenant.default_max_tokens is None else tenant.default_max_tokens
+
+
 def identity(tenant: TenantRecord, key: KeyRecord, defaults: Limits, default_max_tokens: int) -> Identity:
     """What the gateway may know about a key's owner."""
     return Identity(
         tenant=tenant.id,
         key_id=key.id,
         admin=key.admin,
-        default_max_tokens=default_max_tokens if tenant.default_max_tokens is None else tenant.default_max_tokens,
+        default_max_tokens=default_output(tenant, default_max_tokens),
         limits=effective_limits(tenant.limits, defaults),
         version=tenant.version,
+        models=tenant.models,
     )

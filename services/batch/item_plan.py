@@ -1,0 +1,50 @@
+"""An item's body to a request that can be admitted."""
+
+from __future__ import annotations
+
+import hashlib
+
+from services.batch.records import ItemBody
+from services.batch.validation import ENDPOINTS
+from shared.contracts import subjects
+from shared.contracts.errors import InvalidInput
+from shared.contracts.grants import Grant
+from shared.contracts.ids import RequestId, TenantId
+from shared.contracts.message import decode
+from shared.contracts.messages import AdmitTenant, Granted, Identity, Refusal
+from shared.ingress.ingress import Ingress
+from shared.ingress.request_plan import RequestPlan, make_plan
+
+
+async def plan_item(ingress: Ingress, tenant: TenantId, request_id: RequestId, body: ItemBody) -> RequestPlan:
+    """The plan of an item.
+
+    Raises InvalidInput for a body that cannot be run (any more), UnknownModel; what policy refuses with, Unavailable.
+    """
+    parse = ENDPOINTS.get(body.endpoint)
+    if parse is None:
+        raise InvalidInput(f"url: {body.endpoint[:64]!r} takes no batches", param="url")
+    request = await ingress.models.parse(parse, body.body)
+    if request.stream:
+        raise InvalidInput("stream: a batch's answers are not streamed", param="stream")
+    model = ingress.models.get(request.model)
+    prompt = await model.codec.encode(request)
+    identity = Identity(tenant=tenant, key_id="")
+    if request.output_limit is None and prompt:
+        identity = await _tenant_terms(ingress, tenant, request_id, model.name, len(prompt))
+    return make_plan(request, prompt, model, identity=identity, seed=seed_of(request_id))
+
+
+async def _tenant_terms(
+    ingress: Ingress, tenant: TenantId, request_id: RequestId, model: str, num_prompt: int
+) -> Identity:
+    """How much output the tenant gets that names no number: said with any grant, and a grant holds nothing."""
+    ask = AdmitTenant(request_id=request_id, tenant=tenant, model=model, num_prompt_tokens=num_prompt, max_tokens=1)
+    granted: Granted = await ingress.ask_policy(subjects.POLICY_ADMIT_TENANT, ask, Granted | Refusal)
+    grant = decode(granted.grant.payload, Grant)
+    return Identity(tenant=tenant, key_id="", default_max_tokens=granted.default_max_tokens, limits=grant.limits)
+
+
+def seed_of(request_id: RequestId) -> int:
+    """The seed of an item that names none, the same in every run; 64 bits."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
