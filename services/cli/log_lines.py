@@ -7,9 +7,13 @@ import re
 import time
 from calendar import timegm
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+
+END_OF_TIME_S = 253_402_300_800
+"""The year 10000: what is later is no time."""
 
 _PLAIN = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\.(\d{3})Z (\w+) +(\S+) (\S+): (.*)")
 _MARKS = re.compile(r"  (?:request=(\S+) ?)?(?:trace=([0-9a-f]{32}))?$")
@@ -50,8 +54,9 @@ class LogLine:
 def parse_line(name: str, raw: str, before: LogLine | None = None) -> LogLine:
     """A line of process `name`; `before` is the one before it in the same file."""
     for parse in (_json, _plain, _nats, _redis):
-        if (found := parse(name, raw)) is not None:
-            return found
+        with suppress(ValueError):  # looks like one of them, but the time is none
+            if (found := parse(name, raw)) is not None and 0 < found.time_s < END_OF_TIME_S:
+                return found
     if before is None:
         return LogLine(name, raw, message=raw)
     return LogLine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 
 from shared.bus.nats_bus import NatsBus
+from shared.settings.models import served_models
 from shared.settings.sections import Settings
 from shared.telemetry import metric_names as names
 from shared.telemetry.metrics import Metrics
@@ -13,7 +14,9 @@ from shared.telemetry.setup import Telemetry
 
 def process_metrics(service: str, settings: Settings, bus: NatsBus, telemetry: Telemetry) -> Metrics:
     """The metrics of a service process."""
-    metrics = Metrics(service, models=[settings.model.name], tenant_labels=settings.metrics.tenant_labels)
+    metrics = Metrics(
+        service, models=[model.name for model in served_models(settings)], tenant_labels=settings.metrics.tenant_labels
+    )
 
     def read() -> None:
         stats = bus.stats

@@ -1,0 +1,77 @@
+"""The metrics' listener: one answer a connection, everything bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import httpx
+import pytest
+
+from shared.contracts.errors import SettingsError
+from shared.telemetry import metrics_server
+from shared.telemetry.metrics import Metrics
+from shared.telemetry.metrics_server import metrics_url, serve_metrics
+
+METRICS = Metrics("scheduler", models=["m"])
+
+
+async def raw(port: int, head: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head)
+    await writer.drain()
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
+async def test_scrapes_and_what_is_no_scrape() -> None:
+    async with serve_metrics(METRICS, "127.0.0.1", 0) as port, httpx.AsyncClient() as client:
+        url = metrics_url("0.0.0.0", port)
+        found = await client.get(url, params={"x": "1"})
+        assert (found.status_code, found.headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert "baton_leader_term 0.0" in found.text
+        assert (await client.get(url, headers={"Accept": "application/openmetrics-text"})).text.endswith("# EOF\n")
+        head = await client.head(url)
+        assert (head.status_code, head.content) == (200, b"")
+        assert (await client.get(f"http://127.0.0.1:{port}/")).status_code == 404
+        assert (await client.post(url, content=b"x")).status_code == 405
+
+
+@pytest.mark.parametrize("head", [b"GET", b"\r\n\r\n", b"\x00\xff\r\n\r\n", b"GET /metrics\r\n\r\n", b"x" * 100_000])
+async def test_nonsense_costs_its_own_connection_only(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "ANSWER_S", 0.3)
+    async with serve_metrics(METRICS, "127.0.0.1", 0) as port:
+        with contextlib.suppress(ConnectionError):
+            answer = await raw(port, head)
+            assert not answer or answer.startswith(b"HTTP/1.1 ")
+        assert (await raw(port, b"GET /metrics HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_silent_connections_are_cut_and_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "ANSWER_S", 0.5)
+    async with serve_metrics(METRICS, "127.0.0.1", 0) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(metrics_server.MAX_CONNECTIONS + 4)]
+        ends = await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in silent)), 10)
+        assert set(ends) == {b""}
+        for _, writer in silent:
+            writer.close()
+        assert (await raw(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_a_port_that_is_taken_is_a_wrong_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"metrics on 127.0.0.1 port {port}") as caught:
+            async with serve_metrics(METRICS, "127.0.0.1", port):
+                pass
+        assert caught.value.param == "metrics.port"
+
+
+async def test_a_successor_may_have_the_same_port_for_a_while() -> None:
+    async with serve_metrics(METRICS, "127.0.0.1", 0) as free:
+        pass
+    async with serve_metrics(METRICS, "127.0.0.1", free), serve_metrics(METRICS, "127.0.0.1", free) as port:
+        assert port == free
+        assert (await raw(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
