@@ -14,6 +14,7 @@ from typing import Any
 
 from shared.contracts.errors import SettingsError
 from shared.settings.load import LoadedSettings, load_settings, settings_file
+from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
 EXIT_WRONG = 2
@@ -73,8 +74,10 @@ def problems(settings: Settings) -> Iterator[str]:
     for field in ("token_budget", "prefill_token_budget"):
         if getattr(engine, field) <= engine.max_sequences:
             yield f"engine.{field} = {getattr(engine, field)} must exceed engine.max_sequences = {engine.max_sequences}"
-    if settings.model.path and not Path(settings.model.path).expanduser().is_dir():
-        yield f"model.path = {settings.model.path!r}: no such folder"
+    for number, model in enumerate(served_models(settings)):
+        if model.path and not Path(model.path).expanduser().is_dir():
+            field = f"models.{number}.path" if settings.models else "model.path"
+            yield f"{field} = {model.path!r}: no such folder"
     if settings.policy.tenants:
         path = Path(settings.policy.tenants).expanduser()
         if not path.is_file():

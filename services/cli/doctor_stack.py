@@ -16,7 +16,8 @@ from shared.contracts.errors import SettingsError
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
 from shared.settings.load import load_settings, settings_file
-from shared.settings.sections import Settings
+from shared.settings.models import served_models
+from shared.settings.sections import ModelEntry, Settings
 
 TIMEOUT_S = 5.0
 
@@ -36,7 +37,7 @@ def examine_stack(env: Mapping[str, str], chosen: str | None) -> Iterator[Findin
         yield Finding("settings", OK, str(path or "defaults"))
     yield server("nats-server", settings.bus.nats_url, "NATS_URL", servers.nats_binary)
     yield server("redis", settings.store.redis_url, "REDIS_URL", servers.valkey_binary)
-    yield model(settings, env)
+    yield from (model(entry, settings.workers.fake, env) for entry in served_models(settings))
     stack = running_stack(env)
     yield state(state_path(env))
     yield port(settings, stack)
@@ -59,17 +60,15 @@ def server(name: str, url: str, variable: str, binary: Callable[[], Path]) -> Fi
     return Finding(name, OK, done.stdout.strip().splitlines()[0])
 
 
-def model(settings: Settings, env: Mapping[str, str]) -> Finding:
-    """Is the model there, and one that can be served?"""
-    if settings.model.path:
-        folder = Path(settings.model.path).expanduser()
+def model(entry: ModelEntry, fake: bool, env: Mapping[str, str]) -> Finding:
+    """Is a model there, and one that can be served? Fake workers need no weights."""
+    if entry.path:
+        folder = Path(entry.path).expanduser()
         try:
-            check_model_folder(folder, weights=not settings.workers.fake)
+            check_model_folder(folder, weights=not fake)
         except SettingsError as exc:
-            return Finding(
-                "model", FAIL, exc.message, "point model.path at a folder with a checkpoint"
-            )
-        return Finding("model", OK, str(folder))
+            return Finding("model", FAIL, exc.message, f"point the path of {entry.name} at a folder with a checkpoint")
+        return Finding("model", OK, f"{entry.name}, {folder}")
     folder = default_model_dir(cache_dir(env))
     if is_complete(folder):
         return Finding("model", OK, f"the default, {folder}")
@@ -119,9 +118,7 @@ def leftover_pools(shm: Path) -> Finding | None:
     left = [path for path in shm.glob("baton-*/*") if path.is_file() and _unlocked(path)]
     if not left:
         return None
-    text = (
-        f"{len(left)} pool file(s) nobody holds, {sum(p.stat().st_size for p in left) / 2**20:.0f} MiB, in {shm}"
-    )
+    text = f"{len(left)} pool file(s) nobody holds, {sum(p.stat().st_size for p in left) / 2**20:.0f} MiB, in {shm}"
     return Finding("leftovers", WARN, text, "./baton up or ./baton down with the same BATON_STATE removes them")
 
 

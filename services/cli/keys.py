@@ -27,6 +27,7 @@ from shared.contracts.errors import BatonError, Unavailable
 from shared.contracts.grants import Limits
 from shared.contracts.ids import TenantId
 from shared.settings.load import load_settings, settings_file
+from shared.settings.models import served_models
 from shared.store.secrets import read_secret_text
 
 ASK_S = 10.0
@@ -94,7 +95,7 @@ def _nats(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     if options.json:
         print(user.as_json())
     else:
-        model = load_settings({}, env, settings_file(env)).settings.model.name
+        model = served_models(load_settings({}, env, settings_file(env)).settings)[0].name
         print(shown(user, model))
     if user.url and not _known(state, user.tenant):
         print(

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
 
@@ -43,11 +44,12 @@ def _now() -> str:
 
 def ready_screen(settings: Settings, url: str, api_key: str, logs: Path, elapsed_s: float, token_s: float) -> str:
     """The screen of a ready stack."""
-    body = json.dumps({"model": settings.model.name, "messages": [{"role": "user", "content": "Hello"}]})
-    workers = settings.workers
-    what = f"{settings.model.name}, {settings.model.dtype}, {workers.prefill} prefill + {workers.decode} decode"
-    if workers.fake:
-        what = f"FAKE WORKERS: tokens are made up; {workers.prefill} prefill + {workers.decode} decode"
+    models = served_models(settings)
+    body = json.dumps({"model": models[0].name, "messages": [{"role": "user", "content": "Hello"}]})
+    rows = [f"{m.name}, {m.dtype}, {m.prefill} prefill + {m.decode} decode" for m in models]
+    if settings.workers.fake:
+        rows = [f"FAKE WORKERS: tokens are made up; {m.name}, {m.prefill} prefill + {m.decode} decode" for m in models]
+    what = "\n  ".join(rows)
     return f"""
   Baton is ready at {url}
   {what}

@@ -14,9 +14,10 @@ from shared.contracts.errors import SettingsError
 from shared.lifecycle.ready import READY_VARIABLE, read_ready
 from shared.lifecycle.runtime import NATS_PASSWORD_VARIABLE
 from shared.settings.load import ROOT, as_environment
-from shared.settings.sections import SECTIONS, Settings
+from shared.settings.models import for_model, served_models
+from shared.settings.sections import SECTIONS, ModelEntry, Settings
 
-CONTROL = ("policy", "prefix-cache-index", "scheduler")
+CONTROL = ("policy", "prefix-cache-index")
 SECRET_FILES: dict[str, dict[str, Callable[[Credentials], Path]]] = {
     "policy": {
         "BATON_GRANT_KEY_FILE": lambda c: c.grant_key,
@@ -57,10 +58,36 @@ class StackPlan:
 
 def instance_names(settings: Settings) -> dict[str, str]:
     """Process name to service, of everything but the two servers."""
-    names = {service: service for service in (*CONTROL, "batch", "gateway")}
-    for role, count in (("prefill", settings.workers.prefill), ("decode", settings.workers.decode)):
-        names |= {f"{role}-{number}": role for number in range(1, count + 1)}
-    return names
+    schedulers, workers = pool_schedulers(settings), pool_workers(settings)
+    names = {service: service for service in CONTROL}
+    names |= dict.fromkeys(schedulers, "scheduler")
+    names |= {service: service for service in ("batch", "gateway")}
+    return names | {name: role for name, (role, _) in workers.items()}
+
+
+def pool_schedulers(settings: Settings) -> dict[str, ModelEntry]:
+    """Name of each scheduler process to the model whose pool it leads: `scheduler`, or `scheduler-<pool>`."""
+    return {f"scheduler{_suffix(settings, model)}": model for model in served_models(settings)}
+
+
+def pool_workers(settings: Settings) -> dict[str, tuple[str, ModelEntry]]:
+    """Name of each worker process to its role and model: `decode-1`, or `decode-<pool>-1`."""
+    return {
+        f"{role}{_suffix(settings, model)}-{number}": (role, model)
+        for model in served_models(settings)
+        for role, count in (("prefill", model.prefill), ("decode", model.decode))
+        for number in range(1, (count or 0) + 1)
+    }
+
+
+def _suffix(settings: Settings, model: ModelEntry) -> str:
+    return f"-{model.pool}" if settings.models else ""
+
+
+def process_settings(settings: Settings, name: str) -> Settings:
+    """What one process is told: of models all, but schedulers and workers only their own."""
+    model = pool_schedulers(settings).get(name) or pool_workers(settings).get(name, ("", None))[1]
+    return settings if model is None else for_model(settings, model)
 
 
 def metrics_ports(settings: Settings) -> dict[str, int]:
@@ -112,7 +139,7 @@ def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str
     threads = str(plan.settings.engine.threads) if service in ("prefill", "decode") else "1"
     child_env = {
         **base_environment(env),
-        **as_environment(plan.settings),
+        **as_environment(process_settings(plan.settings, name)),
         READY_VARIABLE: str(plan.state.ready(name)),
         "BATON_METRICS_PORT": str(metrics_ports(plan.settings)[name]),
         # A worker's threads sleep while they wait: the other workers need the core.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from services.cli import control, cores, restart, servers
+from services.cli import control, restart, servers
 from services.cli.child import ChildFailed, ChildSpec
 from services.cli.credentials import ensure_credentials
 from services.cli.detach import become_daemon_child, finish_handover, launch_detached
@@ -21,13 +21,14 @@ from services.cli.logs import fresh_logs, keep_logs_bounded
 from services.cli.options import up_flags, up_parser
 from services.cli.probe import first_token
 from services.cli.screen import Progress, ready_screen
+from services.cli.stack_models import with_models, with_resources
 from services.cli.state import StackRecord, StateFolder, state_path
 from services.cli.supervisor import Supervisor
 from services.cli.topology import StackPlan, instance_names, metrics_ports, service_spec, stop_order
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.stop import stop_on_signals
-from shared.model.folder import check_model_folder
 from shared.settings.load import load_settings, settings_file
+from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
 FIRST_TOKEN_TIMEOUT_S = 120.0
@@ -144,14 +145,15 @@ async def _start(
 ) -> _Ready:
     credentials = ensure_credentials(state.secrets)
     fresh_logs(state.logs)
-    settings = await asyncio.to_thread(_with_model, _with_tenants(settings), env, progress)
-    progress.done(f"model {settings.model.path}")
+    settings = await asyncio.to_thread(with_models, _with_tenants(settings), env, progress.say)
+    models = served_models(settings)
+    progress.done(", ".join(f"model {model.path}" for model in models))
 
     plan = StackPlan(settings, state, credentials, not settings.bus.nats_url, not settings.store.redis_url)
     plan = replace(plan, settings=await _with_servers(plan, env, supervisor))
     progress.done(f"NATS at {_address(plan.settings.bus.nats_url)}, Redis at {_address(plan.settings.store.redis_url)}")
 
-    plan = replace(plan, settings=_with_resources(plan.settings, state))
+    plan = replace(plan, settings=with_resources(plan.settings, state.pool_folder()))
     specs = [service_spec(plan, name, service, env) for name, service in instance_names(settings).items()]
     facts = await supervisor.start(specs)
     progress.done(f"{len(specs)} processes; {plan.settings.engine.threads} compute thread(s) a worker")
@@ -161,9 +163,10 @@ async def _start(
     url = f"http://{_reachable(settings.gateway.host)}:{port}"
     over = threading.Event()
     try:
-        token_s = await asyncio.to_thread(
-            first_token, url, credentials.api_key, settings.model.name, FIRST_TOKEN_TIMEOUT_S, over
-        )
+        for model in reversed(models):  # the first one's time is shown
+            token_s = await asyncio.to_thread(
+                first_token, url, credentials.api_key, model.name, FIRST_TOKEN_TIMEOUT_S, over
+            )
     finally:
         over.set()  # a thread cannot be cancelled, and the process would wait for it
     progress.done("a first token went through all services")
@@ -183,20 +186,6 @@ def _with_tenants(settings: Settings) -> Settings:
     return _updated(settings, "policy", tenants=str(path))
 
 
-def _with_model(settings: Settings, env: Mapping[str, str], progress: Progress) -> Settings:
-    """Settings with the model's folder filled in; fetched once when it is the default model."""
-    if settings.model.path:
-        path = Path(settings.model.path).expanduser().absolute()
-        if not path.is_dir():
-            raise SettingsError(f"model folder {path} does not exist", param="model.path")
-        check_model_folder(path, weights=not settings.workers.fake)
-    else:
-        from shared.model.fetch import cache_dir, fetch_default_model
-
-        path = fetch_default_model(cache_dir(env), progress.say)
-    return _updated(settings, "model", path=str(path))
-
-
 async def _with_servers(plan: StackPlan, env: Mapping[str, str], supervisor: Supervisor) -> Settings:
     """Settings with the addresses of NATS and Redis; those not given are started."""
     settings = plan.settings
@@ -212,20 +201,6 @@ async def _with_servers(plan: StackPlan, env: Mapping[str, str], supervisor: Sup
         settings = _updated(settings, "bus", nats_url=facts["nats"]["url"])
     if plan.own_redis:
         settings = _updated(settings, "store", redis_url=servers.redis_url(port))
-    return settings
-
-
-def _with_resources(settings: Settings, state: StateFolder) -> Settings:
-    """Settings with cores and memory shared among the workers."""
-    workers = settings.workers.prefill + settings.workers.decode
-    folder = Path(settings.kv.dir).expanduser() if settings.kv.dir else state.pool_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings = _updated(settings, "kv", dir=str(folder))
-    if not settings.kv.pool_bytes:
-        free = cores.pool_bytes_per_worker(cores.free_memory_bytes(), cores.free_folder_bytes(folder), workers)
-        settings = _updated(settings, "kv", pool_bytes=free)
-    if not settings.engine.threads:
-        settings = _updated(settings, "engine", threads=cores.threads_per_worker(cores.usable_cores(), workers))
     return settings
 
 

@@ -10,6 +10,7 @@ from services.prefix_cache_index.service import IndexService
 from shared.contracts.errors import SettingsError
 from shared.lifecycle.runtime import Runtime, run_service
 from shared.security.grant_signature import GrantVerifier, load_public_keys
+from shared.settings.models import served_models
 from shared.store.redis_store import connect_redis
 from shared.store.sealed import Sealer
 from shared.store.secrets import secret_path
@@ -29,7 +30,8 @@ async def main(runtime: Runtime) -> None:
         connect_redis(settings.store.redis_url, password=runtime.secret_text(REDIS_PASSWORD_VARIABLE))
     )
     keys = ScopeKeys(redis, sealer, secrets.token_bytes)
-    fleet = Fleet(settings.scheduler.worker_timeout_s)
+    pools = {model.name: model.pool for model in served_models(settings)} if settings.models else {}
+    fleet = Fleet(settings.scheduler.worker_timeout_s, pools)
     service = IndexService(runtime.bus, keys, verifier, fleet=fleet, metrics=runtime.metrics)
     await service.start()
     runtime.stack.push_async_callback(service.stop)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shared.contracts.ids import Incarnation, WorkerId
@@ -44,10 +43,12 @@ class Fleet:
 
     Args:
         timeout_s: silence after which a worker is gone.
+        pools: model → the pool that serves it; none: every model is served by the only pool there is.
     """
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float = 10.0, pools: Mapping[str, str] | None = None) -> None:
         self._timeout_s = timeout_s
+        self._pools = dict(pools or {})
         self._members: dict[WorkerId, Member] = {}
         self._formats: dict[str, KvFormat] = {}
         self._warned: dict[WorkerId, Incarnation] = {}
@@ -98,11 +99,11 @@ class Fleet:
         return self._formats[pool]
 
     def pool_for(self, model: str) -> str | None:
-        """The pool that serves a model: the only one there is, else the one named after it. None: no live worker."""
-        if len(self._formats) == 1:
-            return next(iter(self._formats))
-        named = re.sub(r"[^a-z0-9-]", "-", model.lower())[:40]
-        return named if named in self._formats else None
+        """The pool that serves a model. None: it has no live worker, or nobody serves the model."""
+        if not self._pools:
+            return next(iter(self._formats)) if len(self._formats) == 1 else None
+        pool = self._pools.get(model)
+        return pool if pool in self._formats else None
 
     def _warn(self, beat: WorkerBeat, expected: KvFormat, found: KvFormat) -> None:
         if self._warned.get(beat.worker) == beat.incarnation:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.placement import HandoffCost
 from services.scheduler.placer import TableLimits
+from shared.settings.models import only_model
 from shared.settings.sections import Settings
 
 
@@ -25,10 +26,10 @@ class SchedulerConfig:
 
 
 def scheduler_config(settings: Settings, scheduler_id: str) -> SchedulerConfig:
-    """The scheduler's part of the settings."""
+    """The scheduler's part of the settings. Raises SettingsError when they name several models: each has its own."""
     section = settings.scheduler
     return SchedulerConfig(
-        pool=settings.model.pool,
+        pool=only_model(settings).pool,
         scheduler_id=scheduler_id,
         leader_ttl_s=section.lease_s,
         beat_s=section.beat_s,

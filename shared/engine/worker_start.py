@@ -15,6 +15,7 @@ from shared.engine.worker_settings import worker_options
 from shared.engine.worker_shell import WorkerShell
 from shared.lifecycle.runtime import Runtime
 from shared.security.grant_signature import GrantVerifier, load_public_keys
+from shared.settings.models import for_model, only_model
 from shared.store.secrets import secret_path
 
 log = logging.getLogger("baton.worker")
@@ -31,7 +32,7 @@ async def start_shell(runtime: Runtime, role: str) -> tuple[WorkerShell, Fences]
     Raises:
         SettingsError, Internal: the worker can't run here.
     """
-    settings = runtime.settings
+    settings = for_model(runtime.settings, only_model(runtime.settings))
     worker = WorkerId(new_process_id(role))
     options = worker_options(settings, role, runtime.env)
     core = await asyncio.to_thread(open_worker_engine, options, worker)

@@ -17,6 +17,7 @@ from services.cli.doctor import FAIL, GIB, OK, SKIP, WARN
 from services.cli.state import StackRecord
 from shared.contracts.errors import SettingsError
 from shared.settings.load import ROOT
+from shared.settings.models import served_models
 from shared.settings.sections import GatewaySettings, ModelSettings, Settings
 
 
@@ -91,10 +92,12 @@ def test_servers(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    found = doctor_stack.model(Settings(model=ModelSettings(path=str(tmp_path))), {})
+    (given,) = served_models(Settings(model=ModelSettings(path=str(tmp_path))))
+    found = doctor_stack.model(given, False, {})
     assert found.verdict == FAIL
     assert "config.json" in found.detail
-    assert doctor_stack.model(Settings(), {"BATON_CACHE": str(tmp_path)}).verdict == WARN
+    (default,) = served_models(Settings())
+    assert doctor_stack.model(default, False, {"BATON_CACHE": str(tmp_path)}).verdict == WARN
 
 
 def test_a_taken_port_is_a_fault_unless_it_is_ours() -> None:

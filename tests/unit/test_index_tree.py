@@ -250,9 +250,14 @@ def test_a_model_goes_to_its_pool() -> None:
     assert fleet.pool_for("any") is None
     fleet.beat(beat(), 0.0)
     assert fleet.pool_for("any") == "default"
-    fleet.beat(beat(W2, pool="big-model"), 0.0)
-    assert fleet.pool_for("Big/Model") == "big-model"
+    fleet.beat(beat(W2, pool="other"), 0.0)
     assert fleet.pool_for("any") is None
+
+    fleet = Fleet(pools={"Big/Model": "big", "small": "s"})
+    fleet.beat(beat(W2, pool="big"), 0.0)
+    assert fleet.pool_for("Big/Model") == "big"
+    assert fleet.pool_for("small") is None  # not the only one there is: its tags would be wrong
+    assert fleet.pool_for("unknown") is None
 
 
 # ---------------------------------------------------------------------------------------------- issued, generations

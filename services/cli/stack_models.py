@@ -1,0 +1,60 @@
+"""The models of a stack before it starts: their folders found and looked at, cores and memory shared among workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from services.cli import cores
+from shared.contracts.errors import SettingsError
+from shared.model.folder import check_model_folder
+from shared.settings.models import num_workers, served_models
+from shared.settings.sections import Settings
+
+
+def with_models(settings: Settings, env: Mapping[str, str], say: Callable[[str], None]) -> Settings:
+    """Settings with the folder of every model filled in; fetched once where it is the default model.
+
+    Raises:
+        SettingsError: a folder is missing, or holds a model that cannot be served; names file and tensor.
+    """
+    fake = settings.workers.fake
+    if not settings.models:
+        path = _folder(settings.model.path, "model.path", fake, env, say)
+        return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(path)})})
+    entries = [
+        entry.model_copy(update={"path": str(_folder(entry.path, f"models.{number}.path", fake, env, say))})
+        for number, entry in enumerate(settings.models)
+    ]
+    return settings.model_copy(update={"models": tuple(entries)})
+
+
+def _folder(given: str, param: str, fake: bool, env: Mapping[str, str], say: Callable[[str], None]) -> Path:
+    if not given:
+        from shared.model.fetch import cache_dir, fetch_default_model
+
+        return fetch_default_model(cache_dir(env), say)
+    path = Path(given).expanduser().absolute()
+    if not path.is_dir():
+        raise SettingsError(f"model folder {path} does not exist", param=param)
+    check_model_folder(path, weights=not fake)
+    return path
+
+
+def with_resources(settings: Settings, pool_folder: Path) -> Settings:
+    """Settings with cores and memory shared among the workers of all models.
+
+    Args:
+        pool_folder: where pool files go unless `kv.dir` says otherwise; made here.
+    """
+    workers = num_workers(settings)
+    folder = Path(settings.kv.dir).expanduser() if settings.kv.dir else pool_folder
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kv, engine = settings.kv.model_copy(update={"dir": str(folder)}), settings.engine
+    if not all(entry.pool_bytes for entry in served_models(settings)):
+        free = cores.pool_bytes_per_worker(cores.free_memory_bytes(), cores.free_folder_bytes(folder), workers)
+        kv = kv.model_copy(update={"pool_bytes": free})
+    if not engine.threads:
+        threads = cores.threads_per_worker(cores.usable_cores(), workers)
+        engine = engine.model_copy(update={"threads": threads})
+    return settings.model_copy(update={"kv": kv, "engine": engine})
