@@ -23,13 +23,14 @@ from shared.telemetry.trace_buffer import TraceSummary
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit code."""
     options = _parser().parse_args(argv)
+    width = max(60, min(shutil.get_terminal_size((WIDTH, 24)).columns, 160))
     try:
         if options.id:
             spans = msgspec.convert(_fetch(options, f"/baton/traces/{options.id}")["spans"], list[SpanRecord])
-            print(waterfall(spans, max(60, min(shutil.get_terminal_size((WIDTH, 24)).columns, 160))))
+            print(waterfall(spans, width))
         else:
             found = msgspec.convert(_fetch(options, f"/baton/traces?limit={options.limit}")["data"], list[TraceSummary])
-            print(list_table(found, time.time()))
+            print(list_table(found, time.time(), width))
     except BatonError as exc:
         print(f"baton trace: {exc.message}", file=sys.stderr)
         return 1
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fetch(options: argparse.Namespace, path: str) -> Any:
-    target = connection(options, os.environ, admin=True)
+    target = connection(options, os.environ, admin=True)  # a tenant's key does too, for its own traces
     try:
         response = httpx.get(target.url + path, headers=target.headers(), timeout=10.0)
     except httpx.HTTPError as exc:

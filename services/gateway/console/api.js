@@ -7,7 +7,7 @@ export const storedKey = () => sessionStorage.getItem(KEY) || "";
 export const storeKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
 
 // An answer that is not the one wanted.
-// kind: key | forbidden | missing | limit | away | unready | refused; passing: asking again may help.
+// kind: one of TITLES; passing: asking again may help.
 export class ApiError extends Error {
   constructor(kind, message) {
     super(message);
@@ -24,10 +24,11 @@ const TITLES = {
   limit: "A limit is reached.",
   away: "The gateway does not answer.",
   unready: "Not ready.",
+  fault: "Something failed in the gateway.",
   refused: "The gateway refused.",
   broken: "The answer broke off.",
 };
-const KINDS = { 401: "key", 403: "forbidden", 404: "missing", 429: "limit", 503: "unready" };
+const KINDS = { 401: "key", 403: "forbidden", 404: "missing", 429: "limit", 502: "away", 503: "unready", 504: "unready" };
 
 async function ask(path, options) {
   const headers = { Authorization: `Bearer ${storedKey()}` };
@@ -44,7 +45,7 @@ async function ask(path, options) {
 }
 
 async function refusal(response) {
-  const kind = KINDS[response.status] || (response.status >= 500 ? "unready" : "refused");
+  const kind = KINDS[response.status] || (response.status >= 500 ? "fault" : "refused");
   let message = `HTTP ${response.status}`;
   try {
     message = (await response.json()).error.message;

@@ -7,10 +7,10 @@ const PERIOD_MS = 1000;
 const CLASSES = ["interactive", "analysis", "batch"];
 const WORKERS = [
   { name: "Worker" }, { name: "Role", short: true }, { name: "Running", number: true }, { name: "Waiting", number: true },
-  { name: "Queued tokens", number: true }, { name: "KV blocks in use" }, { name: "Last heard", number: true },
+  { name: "Queued tokens", number: true }, { name: "KV blocks in use" }, { name: "Last heard" },
 ];
 const INGRESSES = [
-  { name: "Ingress" }, { name: "Kind" }, { name: "Requests held", number: true }, { name: "Last heard", number: true },
+  { name: "Ingress" }, { name: "Kind" }, { name: "Requests held", number: true }, { name: "Last heard" },
 ];
 
 export function Cluster({ live, focus, onKeyRefused }) {

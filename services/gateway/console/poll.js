@@ -31,7 +31,7 @@ export function usePolled(path, periodMs, live, onKeyRefused) {
       again();
     }
     function again() {
-      if (live || !mine.data) timer = setTimeout(turn, pause);
+      if (live || (!mine.data && mine.error?.passing)) timer = setTimeout(turn, pause);
     }
     if (live || !mine.data) turn();
     return () => {

@@ -5,18 +5,18 @@ import { usePolled } from "./poll.js";
 import { Facts, Fault, Heading, html, Loading, moveFocus } from "./ui.js";
 
 const PERIOD_MS = 1000;
+// Spans travel to the gateway after the request ended: the first one comes, or the last one has come, after so long.
+const FOUND_MS = 2500;
 const SETTLED_MS = 6000;
-// Spans travel to the gateway after the request ended; the last ones come within this time.
 
 export function Trace({ id, focus, onKeyRefused }) {
   const [settling, setSettling] = useState(true);
+  const [early, setEarly] = useState(true);
   const [selected, setSelected] = useState("");
   useEffect(() => {
-    setSettling(true);
-    setSelected("");
-    const timer = setTimeout(() => setSettling(false), SETTLED_MS);
-    return () => clearTimeout(timer);
-  }, [id]);
+    const timers = [setTimeout(() => setEarly(false), FOUND_MS), setTimeout(() => setSettling(false), SETTLED_MS)];
+    return () => timers.forEach(clearTimeout);
+  }, []);
   const path = `baton/traces/${encodeURIComponent(id)}`;
   const { data, error } = usePolled(path, PERIOD_MS, settling, onKeyRefused);
   const summary = data && data.summary;
@@ -24,8 +24,8 @@ export function Trace({ id, focus, onKeyRefused }) {
   return html`
     <p class="back"><a href="#/requests">← Recent requests</a> <span class="quiet">Escape</span></p>
     <${Heading} focus=${focus}>Request ${summary ? summary.request_id.replace(/^req-/, "").slice(0, 12) : ""}<//>
-    ${!data && (!error || (error.kind === "missing" && settling)) && html`<${Loading} what="the trace" />`}
-    ${!data && error?.kind === "missing" && !settling && html`<p class="empty">
+    ${!data && (!error || (error.kind === "missing" && early)) && html`<${Loading} what="the trace" />`}
+    ${!data && error?.kind === "missing" && !early && html`<p class="empty">
       There is no such trace here. A gateway keeps the last ones only, and a key sees its own tenant's.</p>`}
     ${error && error.kind !== "missing" && html`<${Fault} error=${error} stale=${Boolean(data)} />`}
     ${data && html`
