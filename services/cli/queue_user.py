@@ -90,11 +90,11 @@ def take(state: StateFolder, name: str) -> bool:
 
 
 class Standing(Enum):
-    """How a server takes a credential."""
+    """How a credential fares, in words for when it should fare otherwise."""
 
-    WORKS = "works"
-    REFUSED = "is refused"
-    UNANSWERED = "is taken, but the batch service does not answer"
+    WORKS = "NATS still lets it in"
+    REFUSED = "NATS does not let it in"
+    UNANSWERED = "NATS lets it in, but the batch service does not answer"
 
 
 async def standing(user: QueueUser) -> Standing:
@@ -132,8 +132,8 @@ def _until(pid: int, user: QueueUser, wanted: Standing) -> None:
     while found is not wanted:
         if time.monotonic() > deadline:
             raise Unavailable(
-                f"user {user.user} is in the files of this stack, but at {user.url} it {found.value} after "
-                f"{FORCE_S:g} s; see ./baton logs"
+                f"the files of this stack are as asked, but {FORCE_S:g} s later user {user.user} fares otherwise at "
+                f"{user.url}: {found.value}; see ./baton logs"
             )
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGHUP)
