@@ -1,7 +1,7 @@
 """The one-shot `setup` service of compose.yaml: secrets made once, each service's in a volume of its own.
 
 Runs as root in its container, since it hands the volumes to the user the services run as. It prints no secret;
-`show-keys` does, for the operator.
+`show-keys` and `nats-key` do, for the operator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from services.cli.credentials import Credentials, ensure_credentials
+from services.cli.credentials import Credentials, add_queue_tenant, ensure_credentials
+from services.cli.keys import shown
+from services.cli.nats_config import check_tenant
+from services.cli.queue_user import describe
 from services.cli.topology import SECRET_FILES
 from shared.contracts.errors import BatonError
 from shared.contracts.subjects import SERVICES
@@ -20,6 +23,11 @@ from shared.store.secrets import read_secret_text, write_private
 
 ALL = "all"
 """Subfolder of the secrets root that only `setup` mounts: everything, kept between starts."""
+RELOAD = """
+In force once NATS has read its configuration anew. Twice, since it takes the imports of a new account at the next time:
+
+  docker compose kill -s HUP nats; sleep 1; docker compose kill -s HUP nats
+"""
 
 
 def shares(credentials: Credentials) -> dict[str, dict[str, Path]]:
@@ -57,10 +65,28 @@ def set_up(root: Path, env: Mapping[str, str]) -> None:
     write_private(root / "redis" / "redis.conf", redis_config(password).encode())
     owner = env.get("BATON_OWNER", "")
     if owner:
-        volumes = [root / name for name in (*shares(credentials), "redis")]
-        volumes += [Path(folder) for folder in env.get("BATON_DATA_VOLUMES", "").split(":") if folder]
-        for volume in volumes:
+        for volume in [root / name for name in (*shares(credentials), "redis")]:
             _give(volume, int(owner))
+        for folder in env.get("BATON_DATA_VOLUMES", "").split(":"):
+            if folder and not is_somebodys(Path(folder), int(owner)):
+                _give(Path(folder), int(owner))
+
+
+def is_somebodys(folder: Path, owner: int) -> bool:
+    """True of a folder with something in it that is not the services' user's: the operator's own, left as it is."""
+    return folder.stat().st_uid != owner and any(folder.iterdir())
+
+
+def nats_key(root: Path, name: str, env: Mapping[str, str]) -> str:
+    """A tenant's credential for the queue, made if there is none, in the words of `./baton keys nats`.
+
+    Raises InvalidInput for a name no subject may hold, before anything is written.
+    """
+    tenant = check_tenant(name)
+    password = add_queue_tenant(ensure_credentials(root / ALL), tenant)
+    set_up(root, env)
+    user = describe(tenant, password, env.get("BATON_QUEUE_URL", "nats://nats:4222"))
+    return shown(user, env.get("BATON_MODEL_NAME", "smollm2-135m-instruct")) + RELOAD
 
 
 def main(argv: list[str]) -> int:
@@ -70,8 +96,11 @@ def main(argv: list[str]) -> int:
             for name in ("api-key", "admin-key"):
                 print(f"{name}: {read_secret_text(root / ALL / name)}")
             return 0
+        if argv[:1] == ["nats-key"] and len(argv) == 2:
+            print(nats_key(root, argv[1], os.environ))
+            return 0
         if argv:
-            print("usage: python -m services.cli.compose_setup [show-keys]", file=sys.stderr)
+            print("usage: python -m services.cli.compose_setup [show-keys | nats-key TENANT]", file=sys.stderr)
             return 2
         set_up(root, os.environ)
     except (BatonError, OSError) as exc:

@@ -1,0 +1,186 @@
+"""`python -m tests.compose.check`: the users' compose.yaml, brought up and used; one line a step, 0 when all held.
+
+Needs a Docker engine. It uses a project and volumes of its own and takes them away at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from tests.compose.project import Project
+from tests.stack.running import MODEL, until
+
+USUAL = ("nats", "redis", "policy", "prefix_cache_index", "scheduler", "gateway", "batch", "prefill", "decode")
+STREAM_TOKENS = 32
+PROMPT_TOKENS = 600
+KV_BYTES_PER_TOKEN = 40_000
+"""Less than one token's KV of the default model takes."""
+
+
+def starts(project: Project) -> str:
+    """Every service is healthy, one container each."""
+    began = time.monotonic()
+    project.up()
+    serving = project.serving()
+    assert {name: serving.get(name) for name in USUAL} == dict.fromkeys(USUAL, 1), serving
+    return f"{len(USUAL)} services healthy in {time.monotonic() - began:.1f} s"
+
+
+def streams(project: Project) -> str:
+    """A chat completion comes token by token through the OpenAI client."""
+    began, arrivals, text = time.monotonic(), [], ""
+    stream = project.openai().chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Name three rivers of Europe."}],
+        stream=True,
+        max_tokens=STREAM_TOKENS,
+        temperature=0,
+    )
+    for chunk in stream:
+        if chunk.choices and (piece := chunk.choices[0].delta.content):
+            arrivals.append(time.monotonic() - began)
+            text += piece
+    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+    # An answer that is sent whole has one arrival, or many at one moment.
+    apart = sum(gap > 0.0005 for gap in gaps)
+    assert len(arrivals) > 8, f"{len(arrivals)} pieces"
+    assert apart > len(gaps) / 2, f"only {apart} of {len(gaps)} pieces came apart"
+    return (
+        f"{len(arrivals)} pieces, {len(text)} characters; first after {arrivals[0]:.2f} s, "
+        f"then every {1000 * statistics.median(gaps):.0f} ms"
+    )
+
+
+def hands_off(project: Project) -> str:
+    """A prompt of 600 tokens that nobody holds goes through the prefill worker, and its KV moves."""
+    prompt = f"Here is a list of {time.time_ns()} things. " + " ".join(f"Item {i} is blue;" for i in range(85))
+    with busy_decode(project):
+        answer = project.ask(prompt)
+    spans = project.trace(answer, "gateway.request", "scheduler.place", "prefill.run", "handoff.pull")
+    request, place, pull = spans["gateway.request"], spans["scheduler.place"], spans["handoff.pull"]
+    tokens = request["baton.prompt_tokens"]
+    assert tokens >= PROMPT_TOKENS, tokens
+    assert (request["baton.path"], place["baton.path"]) == ("handed_off", "handed_off"), place
+    assert pull["baton.bytes"] > tokens * KV_BYTES_PER_TOKEN, pull
+    assert spans["prefill.run"]["baton.computed_tokens"] == tokens - 1
+    return (
+        f"path=handed_off, {tokens} tokens, bytes={pull['baton.bytes']}; estimates "
+        f"handed_off={place['baton.estimate.handed_off_s']:.2f} s local={place['baton.estimate.local_s']:.2f} s, "
+        f"first token after {request['baton.ttft_s']:.2f} s"
+    )
+
+
+@contextmanager
+def busy_decode(project: Project, count: int = 3) -> Iterator[None]:
+    """Streams that keep decode workers busy, so that a long prompt there would hold them up."""
+    client = project.openai()
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "temperature": 1, "stream": True}
+    running = [client.completions.create(prompt=f"Stream {i}:", **options) for i in range(count)]
+    try:
+        until(lambda: sum(worker["running"] for worker in project.get("/baton/cluster")["workers"]) == count, 60)
+        yield
+    finally:
+        for stream in running:
+            stream.close()
+
+
+def scales(project: Project) -> str:
+    """`--scale decode=2` adds a decode worker, and both serve."""
+    project.up("--no-recreate", "--scale", "decode=2")
+    assert project.serving()["decode"] == 2
+    workers = until(lambda: decode_workers(project) if len(decode_workers(project)) == 2 else None, 60)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: project.ask(f"Number {i} of {time.time_ns()} is", 16), range(8)))
+    traces = [project.trace(answer, "scheduler.place", "decode.run") for answer in answers]
+    served = [trace["scheduler.place"]["baton.decode_worker"] for trace in traces]
+    assert set(served) == workers, f"{served} of {workers}"
+    return f"8 requests at once: {' and '.join(str(served.count(worker)) for worker in sorted(workers))}"
+
+
+def decode_workers(project: Project) -> set[str]:
+    return {worker["id"] for worker in project.get("/baton/cluster")["workers"] if worker["role"] == "decode"}
+
+
+def restarts(project: Project) -> str:
+    """`down` leaves nothing running; the next `up` has the same keys and the same ledger."""
+    project.up("--no-recreate", "--scale", "decode=1")
+    key, before = project.api_key, until(lambda: settled(project), 30)
+    began = time.monotonic()
+    project.down()
+    stopped_s = time.monotonic() - began
+    assert project.containers() == []
+    assert project.port_is_free()
+    project.up()
+    assert project.api_key == key
+    assert usage(project) == before
+    project.ask("Good morning")
+    after = until(lambda: usage(project) if usage(project) != before else None, 30)
+    return (
+        f"down in {stopped_s:.1f} s with no container left; after up: same keys, "
+        f"{before['completion_tokens']} output tokens in the ledger, then {after['completion_tokens']}"
+    )
+
+
+def settled(project: Project) -> dict[str, int] | None:
+    """The tenant's usage once nothing is in flight and a moment has not changed it."""
+    if project.get("/baton/cluster")["gateway"]["requests"]:
+        return None
+    first = usage(project)
+    time.sleep(1)
+    return first if first and usage(project) == first else None
+
+
+def usage(project: Project) -> dict[str, int]:
+    """What policy's ledger holds of the demo tenant, read as policy reads it."""
+    program = (
+        "import asyncio, json, os\n"
+        "from pathlib import Path\n"
+        "from services.policy.accounts import Accounts\n"
+        "from shared.contracts.ids import TenantId\n"
+        "from shared.store.redis_store import connect_redis\n"
+        "async def main():\n"
+        "    password = Path(os.environ['BATON_REDIS_PASSWORD_FILE']).read_text().strip()\n"
+        "    async with connect_redis(os.environ['REDIS_URL'], password=password) as redis:\n"
+        "        print(json.dumps(await Accounts(redis).usage(TenantId('demo'))))\n"
+        "asyncio.run(main())\n"
+    )
+    return {name: int(float(value)) for name, value in json.loads(project.python("policy", program)).items()}
+
+
+STEPS: tuple[Callable[[Project], str], ...] = (starts, streams, hands_off, scales, restarts)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.compose.check", description=__doc__)
+    parser.add_argument("--build", action="store_true", help="build the image first")
+    parser.add_argument("--keep", action="store_true", help="leave the stack running")
+    options = parser.parse_args(argv)
+    project = Project()
+    try:
+        if options.build:
+            project.build()
+        for step in STEPS:
+            print(f"{step.__name__:<10} {step(project)}", flush=True)
+    except Exception:
+        print(project.logs()[-8000:], file=sys.stderr)
+        traceback.print_exc()
+        return 1
+    finally:
+        if not options.keep:
+            project.down("--volumes")
+    print("compose works")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
