@@ -81,6 +81,7 @@ class Backend:
     """policy, scheduler and one decode worker. Knobs first, then what they saw."""
 
     broker: MemoryBroker
+    ingress: IngressId = GATEWAY
     text: Callable[[str], str] = default_output
     tokens_per_frame: int = 2
     step_s: float = 0.0
@@ -92,7 +93,7 @@ class Backend:
     drop_every: int = 0
     """Every so many-th frame is lost; the listing shows it."""
     worker: WorkerId = FIRST_WORKER
-    admits: list[m.Admit] = field(default_factory=list)
+    admits: list[m.Admit | m.AdmitTenant] = field(default_factory=list)
     submits: list[m.Submit] = field(default_factory=list)
     settles: list[m.Settle] = field(default_factory=list)
     running: dict[RequestId, Running] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Backend:
         bus = self.bus
         await bus.serve(subjects.POLICY_AUTHENTICATE, m.Authenticate, self._authenticate)
         await bus.serve(subjects.POLICY_ADMIT, m.Admit, self._admit)
+        await bus.serve(subjects.POLICY_ADMIT_TENANT, m.AdmitTenant, self._admit)
         await bus.consume(SETTLE_STREAM, subjects.POLICY_SETTLE, m.Settle, self._settle, durable="policy")
         await bus.serve(subjects.sched_submit("default"), m.Submit, self._submit)
         await self.serve_worker(self.worker)
@@ -142,23 +144,24 @@ class Backend:
         return m.Refusal(error=to_wire(Unauthenticated("the API key is not known")))
 
     async def _admit(self, delivery: Delivery) -> m.Granted | m.Refusal:
-        admit: m.Admit = delivery.message
+        admit: m.Admit | m.AdmitTenant = delivery.message
         self.admits.append(admit)
         if self.policy_refuses is not None:
             return m.Refusal(error=to_wire(self.policy_refuses))
-        tenant = TenantId("tenant")
+        batch = isinstance(admit, m.AdmitTenant)
+        tenant = admit.tenant if isinstance(admit, m.AdmitTenant) else TenantId("tenant")
         grant = Grant(
             request_id=admit.request_id,
             tenant=tenant,
             scope=Scope(tenant),
             model=admit.model,
-            klass="interactive",
-            reservation_id="r",
+            klass="batch" if batch else "interactive",
+            reservation_id="" if batch else "r",
             reserved_tokens=0,
             expires_s=time.time() + 60,
             budget_s=60.0,
         )
-        return m.Granted(grant=SignedGrant(encode(grant), b""))
+        return m.Granted(grant=SignedGrant(encode(grant), b""), default_max_tokens=7 if batch else 0)
 
     async def _settle(self, delivery: Delivery) -> None:
         self.settles.append(delivery.message)
@@ -201,9 +204,8 @@ class Backend:
             await hop.stop()
         self.events += 1
         event = m.WorkerLost(number=self.events, worker=self.worker, incarnation=Incarnation(1), reason="exit")
-        lost, self.worker = self.worker, WorkerId("decode-2")
+        self.worker = WorkerId(f"decode-{int(self.worker.rpartition('-')[2]) + 1}")
         self.running = {k: r for k, r in self.running.items() if r.acked}
-        assert lost != self.worker
         await self.serve_worker(self.worker)
         await asyncio.sleep(0.02)  # the dead worker's generators see `mute`
         self.mute = False
@@ -211,7 +213,7 @@ class Backend:
             await self._tell(event)
 
     async def _tell(self, event: Any) -> None:
-        await self.bus.request(subjects.gateway_event(GATEWAY), event, m.EventsSeen, timeout_s=5)
+        await self.bus.request(subjects.gateway_event(self.ingress), event, m.EventsSeen, timeout_s=5)
 
     # ---------------------------------------------------------------------------------------- worker
 
@@ -253,7 +255,7 @@ class Backend:
             held=tuple(held),
             listing=listing,
         )
-        await self.bus.publish(subjects.stream(GATEWAY), frame)
+        await self.bus.publish(subjects.stream(self.ingress), frame)
 
     async def _beats(self) -> None:
         while True:
