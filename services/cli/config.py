@@ -102,10 +102,9 @@ def as_json(loaded: LoadedSettings) -> Mapping[str, Any]:
 
 def _rows(loaded: LoadedSettings) -> Iterator[tuple[str, Any, str]]:
     for name, origin in loaded.origins.items():
-        section, _, field = name.partition(".")
-        value = getattr(loaded.settings, section)
-        if field:
-            value = getattr(value, field)
+        value: Any = loaded.settings
+        for part in name.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
         yield name, masked(value), origin
 
 

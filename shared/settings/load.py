@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """Settings, and for each `section.field` its origin: `flag`, `environment NAME`, `FILE:LINE` or `default`."""
+    """Settings, and where each `section.field` and `models.0.field` is from: `flag`, `environment NAME`, `FILE:LINE` or
+    `default`."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -50,6 +51,7 @@ class _Given:
 class _Models:
     entries: tuple[ModelEntry, ...]
     origin: str
+    origins: Mapping[str, str]  # by `models.0.name`
 
 
 def load_settings(
@@ -89,7 +91,7 @@ def load_settings(
     }
     if models is None:
         return LoadedSettings(Settings(**tables), origins)
-    return LoadedSettings(Settings(**tables, models=models.entries), origins | {"models": models.origin})
+    return LoadedSettings(Settings(**tables, models=models.entries), {**origins, **models.origins})
 
 
 def settings_file(env: Mapping[str, str], chosen: str | None = None) -> Path | None:
@@ -139,7 +141,7 @@ def _from_file(path: Path) -> tuple[dict[str, _Given], _Models | None]:
         raise SettingsError(f"{place('schema')}: schema {found}; this version reads schema = {SCHEMA}", param="schema")
     models = None
     if "models" in tables:
-        models = _Models(parse_models(tables.pop("models"), place), place("models"))
+        models = _models(tables.pop("models"), place("models"), place)
     given: dict[str, _Given] = {}
     for section, table in tables.items():
         if section not in SECTIONS or not isinstance(table, dict):
@@ -158,7 +160,17 @@ def _models_from_environment(env: Mapping[str, str]) -> _Models | None:
         tables = json.loads(text)
     except ValueError as exc:
         raise SettingsError(f"{origin}: not JSON: {exc}", param=MODELS_VARIABLE) from exc
-    return _Models(parse_models(tables, lambda name: f"{origin}: {name}"), origin)
+    return _models(tables, origin, lambda name: f"{origin}: {name}")
+
+
+def _models(tables: Any, origin: str, place: Callable[[str], str]) -> _Models:
+    entries = parse_models(tables, place)
+    origins = {
+        f"models.{number}.{field}": place(f"models.{number}.{field}") if field in table else "default"
+        for number, table in enumerate(tables)
+        for field in ModelEntry.model_fields
+    }
+    return _Models(entries, origin, origins)
 
 
 def _require_one_form(given: Mapping[str, _Given], models: _Models) -> None:

@@ -137,7 +137,9 @@ def test_several_models(tmp_path: Path) -> None:
     assert (big.prefill, big.decode, big.pool_bytes) == (1, 2, 0)
     assert (small.dtype, small.pool, small.prefill, small.decode, small.pool_bytes) == ("bfloat16", "s", 0, 2, 1000)
     assert num_workers(loaded.settings) == 5
-    assert loaded.origins["models"] == f"{file}:4"
+    assert loaded.origins["models.0.name"] == f"{file}:5"
+    assert loaded.origins["models.1.pool_bytes"] == f"{file}:13"
+    assert loaded.origins["models.1.path"] == "default"
     with pytest.raises(SettingsError, match=r"serves one of the models Big/One\.5, small"):
         only_model(loaded.settings)
     # to children: all of them, or one in the short form, whatever the file says
