@@ -43,6 +43,11 @@ class Credentials:
         return self.folder / "nats.conf"
 
     @property
+    def nats_store_key(self) -> Path:
+        """Encrypts what NATS keeps on disk."""
+        return self.folder / "nats-store-key"
+
+    @property
     def queue_tenants(self) -> Path:
         """JSON list of the tenants with a NATS user of their own, for the batch service."""
         return self.folder / "queue-tenants"
@@ -80,7 +85,8 @@ def ensure_credentials(folder: Path) -> Credentials:
     """Make what is missing; what exists stays. Raises SettingsError when others can read a secret."""
     for user in USERS:
         ensure_secret(folder / f"nats-{user}", random_password)
-    ensure_secret(folder / "redis", random_password)
+    for name in ("redis", "nats-store-key"):
+        ensure_secret(folder / name, random_password)
     ensure_secret(folder / "master-key", random_key)
     ensure_secret(folder / "grant-key", lambda: private_pem(Ed25519PrivateKey.generate()))
     write_private(folder / "grant-public-key", public_pem(GrantSigner.from_file(folder / "grant-key").public_key))
@@ -123,7 +129,9 @@ def remove_queue_tenant(credentials: Credentials, tenant: TenantId) -> bool:
 def _write_nats(credentials: Credentials) -> None:
     passwords = {user: read_secret_text(credentials.nats_password(user)) for user in USERS}
     tenants = {tenant: read_secret_text(credentials.queue_password(tenant)) for tenant in queue_tenants(credentials)}
-    write_private(credentials.nats_config, nats_config(passwords, tenants).encode())
+    write_private(
+        credentials.nats_config, nats_config(passwords, tenants, read_secret_text(credentials.nats_store_key)).encode()
+    )
     write_private(credentials.queue_tenants, json.dumps(list(tenants)).encode())
 
 

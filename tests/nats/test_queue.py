@@ -247,3 +247,16 @@ async def test_a_foreign_payload_does_not_change_whose_line_it_is(door: Door) ->
         (told,) = await acme.everything(1)
         assert told["error"]["code"] == "unknown_parameter"
         assert (await other.page())["data"] == []
+
+
+async def test_lines_that_wait_lie_encrypted_in_the_store_of_nats(door: Door) -> None:
+    async with door.client() as acme:
+        door.kill()
+        await acme.submit(line("a", "words nobody else should read"))
+        await acme.connection.flush()
+        kept = [path for path in (door.server.folder / "store").rglob("*") if path.is_file()]
+        assert any(path.stat().st_size for path in kept)
+        assert not [path for path in kept if b"nobody else" in path.read_bytes()]
+        door.open()
+        (result,) = await acme.everything(1)
+        assert result["response"]["body"]["text"] == "WORDS NOBODY ELSE SHOULD READ"

@@ -129,6 +129,7 @@ def test_tenants_come_and_go_in_the_file(tmp_path: Path) -> None:
     assert json.loads(again.queue_tenants.read_text()) == ["acme", "other"]
     config = json.loads(again.nats_config.read_text())
     assert config["accounts"]["acme"]["users"][0]["password"] == first
+    assert config["jetstream"]["key"] == again.nats_store_key.read_text()
     assert again.queue_password(ACME).stat().st_mode & 0o077 == 0
 
     assert remove_queue_tenant(credentials, ACME)
