@@ -6,6 +6,7 @@ Needs a Docker engine. It uses a project and volumes of its own and takes them a
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -17,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from shared.contracts.subjects import SERVICES
+from tests.compose import observing
 from tests.compose.project import Project
 from tests.stack.running import MODEL, until
 
@@ -157,6 +160,24 @@ def usage(project: Project) -> dict[str, int]:
     return {name: int(float(value)) for name, value in json.loads(project.python("policy", program)).items()}
 
 
+def observes(project: Project, observers: list[str]) -> str:
+    """What the profile `observe` shows of the use so far."""
+    observing.start(project, observers)
+    answer = project.ask(f"Look at {time.time_ns()}: " + " ".join(f"item {i};" for i in range(200)))
+    found = []
+    if "prometheus" in observers:
+        # A rate needs two scrapes with something between them.
+        time.sleep(12)
+        project.ask("Once more")
+        time.sleep(6)
+        found.append(observing.prometheus_scrapes(project, len(SERVICES)))
+    if "jaeger" in observers:
+        found.append("jaeger: " + observing.jaeger_shows(project, project.trace_id(answer)))
+    if "grafana" in observers:
+        found.append("grafana: " + observing.grafana_has(project))
+    return "\n           ".join(found)
+
+
 STEPS: tuple[Callable[[Project], str], ...] = (starts, streams, hands_off, scales, restarts)
 
 
@@ -164,13 +185,24 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compose.check", description=__doc__)
     parser.add_argument("--build", action="store_true", help="build the image first")
     parser.add_argument("--keep", action="store_true", help="leave the stack running")
+    parser.add_argument(
+        "--observe",
+        nargs="*",
+        choices=observing.OBSERVERS,
+        metavar="NAME",
+        help=f"try the profile observe as well, or of it only {', '.join(observing.OBSERVERS)}",
+    )
     options = parser.parse_args(argv)
-    project = Project()
+    project, steps = Project(), {step.__name__: step for step in STEPS}
+    if options.observe is not None:
+        observers = options.observe or list(observing.OBSERVERS)
+        observing.prepare(project, observers)
+        steps["observes"] = functools.partial(observes, observers=observers)
     try:
         if options.build:
             project.build()
-        for step in STEPS:
-            print(f"{step.__name__:<10} {step(project)}", flush=True)
+        for name, step in steps.items():
+            print(f"{name:<10} {step(project)}", flush=True)
     except Exception:
         print(project.logs()[-8000:], file=sys.stderr)
         traceback.print_exc()

@@ -119,6 +119,11 @@ class Project:
         until(complete, 30, lambda: f"{set(spans) - seen.keys()} in the trace of {answer_id}")
         return seen
 
+    def trace_id(self, answer_id: str) -> str:
+        self.trace(answer_id, "gateway.request")
+        found: str = self.get(f"/baton/traces/{answer_id}")["spans"][0]["trace_id"]
+        return found
+
     def ask(self, prompt: str | list[int], max_tokens: int = 3) -> str:
         """The answer's id."""
         answer = self.openai().completions.create(model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0)

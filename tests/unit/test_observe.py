@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import yaml
 from shared.contracts.subjects import SERVICES
 from shared.telemetry.metric import Metric
 from shared.telemetry.metric_names import TABLE
+from tests.compose.boards import BOARDS, expressions, read_board
 
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVE = ROOT / "deploy" / "observe"
-BOARDS = sorted((OBSERVE / "grafana" / "dashboards").glob("*.json"))
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 PROMETHEUS: dict[str, Any] = yaml.safe_load((OBSERVE / "prometheus.yml").read_text())
 
@@ -26,15 +24,15 @@ GROUPING = re.compile(r"\bby \(([^)]*)\)")
 SCRAPED_LABELS = {"job", "instance", "le"}
 
 
-def expressions(board: dict[str, Any]) -> Iterator[str]:
-    for panel in board["panels"]:
-        yield from (target["expr"] for target in panel.get("targets", []))
-    yield from (variable["definition"] for variable in board["templating"]["list"])
+def queries(board: dict[str, Any]) -> list[str]:
+    """Every expression of a board, those of its variables included."""
+    found = [expression for _, expression in expressions(board)]
+    return found + [variable["definition"] for variable in board["templating"]["list"]]
 
 
 def exposed() -> dict[str, Metric]:
     """Every series name Prometheus can get, and the metric it is of."""
-    found = {}
+    found: dict[str, Metric] = {}
     for metric in TABLE:
         suffixes = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
         found |= {f"{metric.exposed}{suffix}": metric for suffix in suffixes}
@@ -43,7 +41,7 @@ def exposed() -> dict[str, Metric]:
 
 def unknown(expression: str) -> list[str]:
     """What an expression names that the code does not have."""
-    series, faults = exposed(), []
+    series, faults = exposed(), list[str]()
     labels: set[str] = set(SCRAPED_LABELS)
     for name, matchers in SELECTOR.findall(expression):
         if name == "up":
@@ -60,8 +58,7 @@ def unknown(expression: str) -> list[str]:
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
 def test_boards_name_metrics_and_labels_there_are(path: Path) -> None:
-    board = json.loads(path.read_text())
-    found = list(expressions(board))
+    found = queries(read_board(path))
     assert len(found) > 20
     assert {expression: unknown(expression) for expression in found if unknown(expression)} == {}
     assert all(SELECTOR.search(expression) for expression in found)
@@ -75,9 +72,7 @@ def test_a_metric_or_label_that_is_not_there_is_noticed() -> None:
 
 
 def test_the_two_boards_show_what_they_are_for() -> None:
-    boards = {
-        json.loads(path.read_text())["title"]: " ".join(expressions(json.loads(path.read_text()))) for path in BOARDS
-    }
+    boards = {read_board(path)["title"]: " ".join(queries(read_board(path))) for path in BOARDS}
     wanted = {
         "Baton: serving": [
             "vllm:time_to_first_token_seconds_bucket",
@@ -107,12 +102,7 @@ def test_the_two_boards_show_what_they_are_for() -> None:
 def test_boards_use_the_data_source_that_is_provisioned() -> None:
     sources = yaml.safe_load((OBSERVE / "grafana" / "provisioning" / "datasources" / "prometheus.yaml").read_text())
     uids = {source["uid"] for source in sources["datasources"]}
-    used = {
-        part["datasource"]["uid"]
-        for path in BOARDS
-        for part in json.loads(path.read_text())["panels"]
-        if "datasource" in part
-    }
+    used = {part["datasource"]["uid"] for path in BOARDS for part in read_board(path)["panels"] if "datasource" in part}
     assert used <= uids
     services = {source["url"].split("//")[1].split(":")[0] for source in sources["datasources"]}
     assert services <= COMPOSE["services"].keys()
