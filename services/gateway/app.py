@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.telemetry import TelemetryConfig
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -42,6 +43,14 @@ from shared.telemetry import attributes as a
 log = logging.getLogger("baton.gateway")
 
 MAX_ECHO_CHARS = 128
+NO_TELEMETRY: TelemetryConfig = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "auto_configure": False,
+}
+"""FastAPI's own would join the trace a client names, and tell of paths and headers what nobody redacts."""
 
 _TRACE_PARENT = TraceContextTextMapPropagator()
 
@@ -183,7 +192,9 @@ class Door:
 
 def build_app(door: Door) -> FastAPI:
     """The application. No generated documentation pages: they would be doors without a key."""
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY
+    )
     app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
     app.add_api_route("/v1/completions", door.completions, methods=["POST"])
     app.add_api_route("/v1/models", door.models, methods=["GET"])
