@@ -32,6 +32,8 @@ from shared.contracts.errors import ProtocolError
 log = logging.getLogger("baton.bus")
 
 ACK_WAIT_S = 30.0
+SLOT_ACK_WAIT_S = 10.0
+"""With slots: what a dead process had in hand comes to another after so long, as a living one speaks up three times."""
 PULL_BATCH = 64
 PULL_EXPIRES_S = 5.0
 SLOT_PULL_EXPIRES_S = 30.0
@@ -133,7 +135,7 @@ class DurableConsumer:
             ConsumerConfig(
                 durable_name=self._durable,
                 ack_policy=AckPolicy.EXPLICIT,
-                ack_wait=ACK_WAIT_S,
+                ack_wait=ACK_WAIT_S if self._slots is None else SLOT_ACK_WAIT_S,
                 filter_subject=self._subject,
                 max_ack_pending=1024,
             ),
@@ -194,7 +196,7 @@ class DurableConsumer:
     async def _keep(self, msg: Msg) -> None:
         """Tell the server again and again that the message is in hand."""
         while True:
-            await asyncio.sleep(ACK_WAIT_S / 3)
+            await asyncio.sleep(SLOT_ACK_WAIT_S / 3)
             await self._settle(msg.in_progress())
 
     async def _handle(self, msg: Msg) -> None:

@@ -21,7 +21,7 @@ class Note(Message, frozen=True, kw_only=True):
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_consumer, "ACK_WAIT_S", ACK_WAIT_S)
+    monkeypatch.setattr(nats_consumer, "SLOT_ACK_WAIT_S", ACK_WAIT_S)
 
 
 async def test_a_message_stays_in_hand_while_it_waits_and_while_it_is_handled(nats_server: NatsServer) -> None:
