@@ -49,6 +49,7 @@ class TraceBuffer:
         self._bytes = 0
         self._traces: OrderedDict[str, dict[str, SpanRecord]] = OrderedDict()
         self._by_request: dict[str, str] = {}
+        self._tenants: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -64,9 +65,8 @@ class TraceBuffer:
             size = _SPAN_BYTES + _ATTRIBUTE_BYTES * (len(span.attributes) + len(span.events))
             self._sizes[span.trace_id] = self._sizes.get(span.trace_id, 0) + size
             self._bytes += size
-            request_id = span.attributes.get(a.REQUEST_ID)
-            if _is_root(span) and isinstance(request_id, str):
-                self._by_request[request_id] = span.trace_id
+            if _is_root(span):
+                self._note_root(span)
         while self._bytes > self._max_bytes and len(self._traces) > 1:
             self._drop_oldest()
 
@@ -92,10 +92,14 @@ class TraceBuffer:
 
     def _is_of(self, trace_id: str, tenant: str | None) -> bool:
         """Whose a trace is only its root tells; before it has come, it is nobody's."""
-        if tenant is None:
-            return True
-        root = root_of(self._traces[trace_id].values())
-        return root is not None and root.attributes.get(a.TENANT) == tenant
+        return tenant is None or self._tenants.get(trace_id) == tenant
+
+    def _note_root(self, root: SpanRecord) -> None:
+        request_id, tenant = root.attributes.get(a.REQUEST_ID), root.attributes.get(a.TENANT)
+        if isinstance(request_id, str):
+            self._by_request[request_id] = root.trace_id
+        if isinstance(tenant, str):
+            self._tenants[root.trace_id] = tenant
 
     def _find(self, wanted: str, tenant: str | None) -> str:
         exact = wanted if wanted in self._traces else self._by_request.get(wanted, "")
@@ -111,6 +115,7 @@ class TraceBuffer:
     def _drop_oldest(self) -> None:
         trace_id, spans = self._traces.popitem(last=False)
         self._bytes -= self._sizes.pop(trace_id)
+        self._tenants.pop(trace_id, None)
         for span in spans.values():
             self._by_request.pop(str(span.attributes.get(a.REQUEST_ID, "")), None)
 

@@ -47,6 +47,9 @@ def test_a_wrong_key_is_told_and_a_right_one_leads_to_where_the_link_pointed(
     box = tab.page.get_by_label("API key")
     expect(box).to_be_focused()
     # When the key is wrong, then that is said, and nothing is kept
+    box.fill("sk-ключ")
+    tab.page.keyboard.press("Enter")
+    expect(tab.page.get_by_role("alert")).to_contain_text("It holds characters that no key has.")
     box.fill("sk-wrong")
     tab.page.keyboard.press("Enter")
     expect(tab.page.get_by_role("alert")).to_contain_text("The key is not valid.")
@@ -206,7 +209,8 @@ def test_everything_by_keyboard_alone(tab: Console, stack: Baton) -> None:
     expect(tab.page.get_by_label("Message")).to_be_focused()
 
 
-def test_a_typed_prompt_is_never_lost(admin: Console, watch: Watch) -> None:
+def test_a_typed_prompt_is_never_lost(admin: Console, watch: Watch, stack: Baton) -> None:
+    assert stack.record is not None
     watch.expected += ["Failed to load resource"]
     admin.go("Chat")
     box, path = admin.page.get_by_label("Message"), "**/v1/chat/completions"
@@ -235,14 +239,21 @@ def test_a_typed_prompt_is_never_lost(admin: Console, watch: Watch) -> None:
     box.fill("precious words")
     admin.page.route(path, lambda route: route.fulfill(status=401, body='{"error": {"message": "revoked"}}'))
     admin.page.get_by_role("button", name="Send").click()
-    expect(admin.page.get_by_role("alert")).to_contain_text("The key is not valid.")
+    expect(admin.page.get_by_role("alert").filter(has_text="The key is not valid.")).to_be_visible()
+    expect(admin.page.get_by_label("API key")).to_be_focused()
     admin.page.unroute(path)
     # And a reload changes nothing about it
     admin.page.reload()
-    admin.sign_in(OTHER_KEY, "#/chat")
-    expect(admin.page.get_by_label("Message")).to_have_value("precious words")
+    admin.sign_in(stack.record.admin_key, "#/chat")
+    expect(box).to_have_value("precious words")
     admin.complete(admin.send("precious words"))
-    expect(admin.page.get_by_label("Message")).to_have_value("")
+    expect(box).to_have_value("")
+    # But nobody else finds them
+    box.fill("private words")
+    admin.page.evaluate("sessionStorage.removeItem('baton.console.key')")
+    admin.page.reload()
+    admin.sign_in(OTHER_KEY, "#/chat")
+    expect(box).to_have_value("")
 
 
 def test_a_phone_shows_all_without_scrolling_sideways(admin: Console, stack: Baton) -> None:

@@ -31,6 +31,8 @@ const TITLES = {
 const KINDS = { 401: "key", 403: "forbidden", 404: "missing", 429: "limit", 502: "away", 503: "unready", 504: "unready" };
 
 async function ask(path, options) {
+  // what no header can carry would look like a gateway that does not answer
+  if (!/^[\x21-\x7e]*$/.test(storedKey())) throw new ApiError("key", "It holds characters that no key has.");
   const headers = { Authorization: `Bearer ${storedKey()}` };
   if (options.body) headers["Content-Type"] = "application/json";
   let response;

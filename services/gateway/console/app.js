@@ -36,7 +36,6 @@ function App() {
   const [identity, setIdentity] = useState(null);
   const [error, setError] = useState(null);
   const [asked, setAsked] = useState(storedKey() ? 1 : 0);
-  const whoever = useRef("");
 
   useEffect(() => {
     if (!storedKey()) return undefined;
@@ -44,9 +43,7 @@ function App() {
     let timer = 0;
     get("baton/identity", stop.signal).then(
       (found) => {
-        const who = `${found.tenant}/${found.admin}`;
-        if (whoever.current && whoever.current !== who) conversation.clear();
-        whoever.current = who;
+        conversation.handTo(`${found.tenant}/${found.admin}`);
         setError(null);
         setIdentity(found);
       },

@@ -5,7 +5,8 @@ import { usePolled } from "./poll.js";
 import { Fault, Heading, html, Loading } from "./ui.js";
 
 const MODELS_MS = 30_000;
-const kept = { model: "", maxTokens: 256, temperature: 0.7 };
+// As typed, so that a number half written stays as it is.
+const kept = { model: "", maxTokens: "256", temperature: "0.7" };
 
 export function Chat({ conversation, focus, onKeyRefused }) {
   const [, redraw] = useReducer((count) => count + 1, 0);
@@ -36,9 +37,9 @@ export function Chat({ conversation, focus, onKeyRefused }) {
     else box.current?.focus();
   }
   function onKeyDown(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (event.key === "Enter" && event.target === box.current && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      send();
+      event.currentTarget.requestSubmit();
     } else if (event.key === "Escape" && conversation.busy) {
       event.preventDefault();
       conversation.stop();
@@ -73,7 +74,7 @@ export function Chat({ conversation, focus, onKeyRefused }) {
 }
 
 function Options({ models, model, options, onChange }) {
-  const set = (name) => (event) => onChange({ ...options, [name]: event.currentTarget.valueAsNumber });
+  const set = (name) => (event) => onChange({ ...options, [name]: event.currentTarget.value });
   return html`
     <label>Model
       <select value=${model} onChange=${(event) => onChange({ ...options, model: event.currentTarget.value })}>

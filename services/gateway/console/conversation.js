@@ -3,6 +3,7 @@
 import { streamChat } from "./api.js";
 
 const DRAFT = "baton.console.draft";
+const OWNER = "baton.console.draft-owner";
 
 export class Conversation {
   turns = []; // {id, question, answer, state: streaming | done | stopped | failed, error, traceId, ttftMs, rate, usage, finish}
@@ -27,7 +28,7 @@ export class Conversation {
     this.#stop = new AbortController();
     this.onChange();
     const body = {
-      model, messages, max_tokens: maxTokens, temperature, stream: true, stream_options: { include_usage: true },
+      model, messages, max_tokens: Number(maxTokens), temperature: Number(temperature), stream: true, stream_options: { include_usage: true },
     };
     try {
       await this.#read(turn, body, performance.now());
@@ -44,11 +45,17 @@ export class Conversation {
     return turn;
   }
 
+  // Whose it is from now on. Another's words are forgotten first.
+  handTo(owner) {
+    if (sessionStorage.getItem(OWNER) !== owner) this.clear();
+    sessionStorage.setItem(OWNER, owner);
+  }
+
   stop() {
     this.#stop?.abort();
   }
 
-  // Forget everything, for the next person at this tab.
+  // Forget everything.
   clear() {
     this.stop();
     this.turns = [];

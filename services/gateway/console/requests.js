@@ -58,6 +58,11 @@ export function Requests({ live, cameFrom, focus, onKeyRefused }) {
     </div>`;
 }
 
+// A click anywhere on the row opens it, but not one that selects text or is the link's own.
+function open(event, id) {
+  if (!event.target.closest("a") && !getSelection().toString()) location.hash = `#/trace/${id}`;
+}
+
 function matches(one, words) {
   const hay = [one.tenant, one.model, one.klass, one.status, one.path, pathName(one.path), one.request_id, one.trace_id];
   const text = hay.join(" ").toLowerCase();
@@ -73,7 +78,7 @@ function row(one, reachable, setActive) {
   const status = failed ? html`<span class="failed">Failed: ${one.status}</span>` : one.status;
   return {
     key: one.trace_id,
-    attributes: { class: failed ? "row failed-row" : "row", onClick: () => (location.hash = `#/trace/${one.trace_id}`) },
+    attributes: { class: failed ? "row failed-row" : "row", onClick: (event) => open(event, one.trace_id) },
     cells: [
       link, one.tenant || "–", one.model || "–", one.klass || "–", status, pathName(one.path),
       number(one.prompt_tokens), number(one.cached_tokens), number(one.completion_tokens),
