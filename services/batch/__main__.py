@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from services.batch.intake import IntakeLimits
+from services.batch.runner_config import RunnerConfig
+from services.batch.service import BatchConfig, BatchService
+from services.batch.store import BatchStore
+from shared.contracts.errors import SettingsError
+from shared.contracts.ids import IngressId, new_process_id
+from shared.ingress.config import IngressConfig
+from shared.ingress.served_models import load_models
 from shared.lifecycle.runtime import Runtime, run_service
 from shared.store.redis_store import connect_redis
+from shared.store.sealed import Sealer
 
+MASTER_KEY_VARIABLE = "BATON_MASTER_KEY_FILE"
+QUEUE_TENANTS_VARIABLE = "BATON_QUEUE_TENANTS_FILE"
 REDIS_PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD_FILE"
 
 
 async def main(runtime: Runtime) -> None:
+    settings, stack = runtime.settings, runtime.stack
+    if not settings.store.redis_url:
+        raise SettingsError("REDIS_URL is not set; batches are kept there", param="REDIS_URL")
+    batch = settings.batch
+    config = BatchConfig(
+        ingress=IngressConfig(
+            ingress_id=IngressId(new_process_id("batch")),
+            service=runtime.service,
+            drain_s=0.0,
+            submit_s=settings.scheduler.lease_s + 3.0,
+            worker_silence_s=settings.scheduler.worker_timeout_s,
+        ),
+        runner=RunnerConfig(
+            max_lines=batch.max_lines,
+            max_file_bytes=batch.max_file_bytes,
+            max_line_bytes=settings.gateway.max_body_bytes,
+            window_s=batch.window_s,
+            enqueued_tokens=batch.enqueued_tokens,
+        ),
+        intake=IntakeLimits(lines=batch.max_queued_lines, tokens=batch.enqueued_tokens),
+        max_running=batch.max_running,
+        queue_tenants=Path(path) if (path := runtime.env.get(QUEUE_TENANTS_VARIABLE)) else None,
+    )
+    sealer = Sealer(runtime.secret(MASTER_KEY_VARIABLE))
     password = runtime.secret_text(REDIS_PASSWORD_VARIABLE)
-    await runtime.stack.enter_async_context(connect_redis(runtime.settings.store.redis_url, password=password))
+    redis = await stack.enter_async_context(connect_redis(settings.store.redis_url, password=password))
+    models = load_models(settings, runtime.env)
+    stack.callback(models.close)
+    await stack.enter_async_context(
+        BatchService(runtime.bus, BatchStore(redis, sealer), models, config, runtime.telemetry, runtime.metrics)
+    )
     runtime.ready()
     await runtime.stop.wait()
 

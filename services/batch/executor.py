@@ -27,7 +27,7 @@ from shared.ingress.ingress import Ingress
 log = logging.getLogger("baton.batch")
 
 ITEM_STREAM = stream_name("batch.item")
-FOLLOW_S = 2.0
+FOLLOW_S = 1.0
 """How often new tenants are looked for."""
 WATCH_S = 1.0
 """How often the state of batches with items at work is looked at: a cancel reaches workers within so long."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIGHT = ("gateway", "policy", "scheduler", "prefix_cache_index")
+LIGHT = ("gateway", "batch", "policy", "scheduler", "prefix_cache_index")
 HEAVY = ("torch", "transformers", "triton")
 TOP = ("services", "shared", "kernels", "loadtest", "tests")
 

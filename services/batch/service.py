@@ -1,0 +1,89 @@
+"""The batch service: the second ingress. Files and jobs over the bus, lines from tenants, and the items at work."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from services.batch.batch_metrics import BatchMetrics
+from services.batch.executor import Executor
+from services.batch.files import FileDesk
+from services.batch.intake import Intake, IntakeLimits, announce
+from services.batch.jobs import JobDesk
+from services.batch.records import QUEUE_BATCH, ItemResult
+from services.batch.runner import BatchRunner
+from services.batch.runner_config import RunnerConfig
+from services.batch.store import BatchStore
+from shared.bus.bus import Bus, Subscription
+from shared.contracts import subjects
+from shared.contracts.batch_messages import BatchItem, BatchRequest, FileRequest
+from shared.ingress.config import IngressConfig
+from shared.ingress.ingress import Ingress
+from shared.ingress.served_models import ServedModels
+from shared.telemetry.metrics import Metrics
+from shared.telemetry.setup import Telemetry
+
+QUEUE = "batch"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """`queue_tenants`: file with the tenants that have a NATS user; None: there are none."""
+
+    ingress: IngressConfig
+    runner: RunnerConfig
+    intake: IntakeLimits
+    max_running: int = 16
+    queue_tenants: Path | None = None
+
+
+class BatchService:
+    """One of any number of batch processes on the same Redis and NATS; an async context manager."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        store: BatchStore,
+        models: ServedModels,
+        config: BatchConfig,
+        telemetry: Telemetry,
+        metrics: Metrics,
+    ) -> None:
+        self._bus = bus
+        self._config = config
+        self._stack = AsyncExitStack()
+        self._desks: list[Subscription] = []
+        self.ingress = Ingress(bus, config.ingress, telemetry, models, metrics=metrics)
+        self.runner = BatchRunner(store, bus, models, config.runner, config.ingress.ingress_id)
+        self.executor = Executor(bus, store, self.ingress, max_running=config.max_running, on_result=self._on_result)
+        self._intake = Intake(bus, store, models, config.intake, config.queue_tenants)
+        self.metrics = BatchMetrics(store, metrics, lambda: self.executor.running)
+        self._files = FileDesk(store, config.runner)
+        self._jobs = JobDesk(store, self.runner, config.runner)
+
+    async def __aenter__(self) -> BatchService:
+        async with AsyncExitStack() as stack:
+            for part in (self.ingress, self.runner, self.executor, self._intake, self.metrics):
+                await stack.enter_async_context(part)
+            self._desks = [
+                await self._bus.serve(subjects.BATCH_FILES, FileRequest, self._files.answer, queue=QUEUE),
+                await self._bus.serve(subjects.BATCH_JOBS, BatchRequest, self._jobs.answer, queue=QUEUE),
+            ]
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Answer nothing more, hand items back to the queue, let others drive the batches."""
+        for desk in self._desks:
+            await desk.stop()
+        await self._stack.aclose()
+
+    async def _on_result(self, item: BatchItem, result: ItemResult, left: int) -> None:
+        if item.batch_id == QUEUE_BATCH:
+            await announce(self._bus, item.tenant, item.number, result)
+        elif not left:
+            self.runner.wake(item.tenant, item.batch_id)
