@@ -77,7 +77,7 @@ class Intake:
         self._limits = limits
         self._file = tenants
         self._clock = clock
-        self._desk = ResultsDesk(store.queue)
+        self._desk = ResultsDesk(store.queue, self._untaken)
         self._lines: dict[TenantId, Subscription] = {}
         self._results: Subscription | None = None
         self._turn = asyncio.Lock()
@@ -152,6 +152,9 @@ class Intake:
             if tenant not in self._lines:
                 raise Unavailable(f"the queue of tenant {tenant} is not open yet", retry_after_s=1.0)
         return await self._desk.answer(tenant, delivery.message)
+
+    async def _untaken(self, tenant: TenantId) -> int:
+        return await self._bus.backlog(submit_stream(tenant), durable=DURABLE)
 
     # ------------------------------------------------------------------------------------------ tenants
 

@@ -9,6 +9,7 @@ again; `after` of the last page goes on from where that one ended, also when it 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -34,7 +35,7 @@ class ResultsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResultsPage(msgspec.Struct, frozen=True):
-    """What it is answered. `pending`: lines without a result."""
+    """What it is answered. `pending`: lines without a result, those not yet taken from the stream included."""
 
     data: list[msgspec.Raw]
     after: str
@@ -43,10 +44,15 @@ class ResultsPage(msgspec.Struct, frozen=True):
 
 
 class ResultsDesk:
-    """Answers for all tenants."""
+    """Answers for all tenants.
 
-    def __init__(self, queue: QueueStore) -> None:
+    Args:
+        untaken: how many of a tenant's lines still lie in its stream.
+    """
+
+    def __init__(self, queue: QueueStore, untaken: Callable[[TenantId], Awaitable[int]]) -> None:
         self._queue = queue
+        self._untaken = untaken
         self._at_once: Counter[TenantId] = Counter()
 
     async def answer(self, tenant: TenantId, payload: bytes) -> bytes:
@@ -63,8 +69,8 @@ class ResultsDesk:
                 del self._at_once[tenant]
 
     async def _page(self, tenant: TenantId, question: ResultsQuestion) -> ResultsPage:
-        # Before the results: what finishes meanwhile is then counted twice rather than not at all.
-        pending = await self._queue.waiting(tenant)
+        # In the order a line goes: one that moves on meanwhile is then counted twice rather than not at all.
+        pending = await self._untaken(tenant) + await self._queue.waiting(tenant)
         lines: list[msgspec.Raw] = []
         after, size, more = question.after, 0, True
         while more and len(lines) < question.limit and size < MAX_PAGE_BYTES:

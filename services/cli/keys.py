@@ -95,8 +95,9 @@ def _nats(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     if options.json:
         print(user.as_json())
     else:
-        model = served_models(load_settings({}, env, settings_file(env)).settings)[0].name
-        print(shown(user, model))
+        settings = load_settings({}, env, settings_file(env)).settings
+        model = served_models(settings)[0].name
+        print(shown(user, model, settings.bus.port))
     if user.url and not _known(state, user.tenant):
         print(
             f"note: there is no tenant {user.tenant} yet, so its lines come back as errors; "
@@ -106,11 +107,20 @@ def _nats(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
-def shown(user: QueueUser, model: str) -> str:
-    """The credential for people, with examples that work as they stand. Pure."""
+def shown(user: QueueUser, model: str, port: int = 0) -> str:
+    """The credential for people, with examples that work as they stand. Pure.
+
+    Args:
+        model: to ask for in the examples.
+        port: that NATS will listen on, for a user without a URL; 0 = not known before.
+    """
     names = user.subjects
-    url = user.url or "nats://127.0.0.1:PORT"
-    started = "" if user.url else "\nIn force with the next ./baton up; `bus.port` in baton.toml fixes the port.\n"
+    url = user.url or f"nats://127.0.0.1:{port or 'PORT'}"
+    started = ""
+    if not user.url:
+        started = (
+            "\nIn force with the next ./baton up" + ("" if port else "; [bus] port in baton.toml fixes PORT") + ".\n"
+        )
     line = json.dumps(
         {
             "custom_id": "first",
@@ -146,12 +156,12 @@ With nats-py:
   async def main():
       queue = await nats.connect("{url}", user="{user.user}",
                                  password="{user.password}", inbox_prefix="{user.inbox_prefix}")
-      stored = await queue.request("{names["submit"]}", json.dumps(LINE).encode())
+      stored = await queue.request("{names["submit"]}", json.dumps(LINE).encode(), timeout=5)
       print(stored.data.decode())
       after, pending = "", 1
       while pending:
           question = json.dumps({{"after": after, "limit": 100}}).encode()
-          page = json.loads((await queue.request("{names["results"]}", question)).data)
+          page = json.loads((await queue.request("{names["results"]}", question, timeout=5)).data)
           for line in page["data"]:
               print(line["custom_id"], line["response"] or line["error"])
           after, pending = page["after"], page["pending"] or page["has_more"]

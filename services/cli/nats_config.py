@@ -58,7 +58,8 @@ def permissions(service: str, tenants: Sequence[TenantId] = ()) -> Permissions:
         if service in hop.senders:
             publish.append(_sent_by(service, hop))
         if service in hop.receivers and hop.name == SUBMIT_HOP:
-            publish += [subject for tenant in tenants for subject in _consuming(service, submit_stream(tenant))]
+            for stream in map(submit_stream, tenants):
+                publish += [*_consuming(service, stream), f"$JS.API.CONSUMER.INFO.{stream}.{service}"]
         elif service in hop.receivers and hop.kind == "stream":
             publish += _consuming(service, stream_name(hop.name), own=hop.senders == (service,))
         elif service in hop.receivers:

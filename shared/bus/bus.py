@@ -102,6 +102,9 @@ class Bus(Protocol):
         consumers that share slots get them in turns, and no message goes to a replica while it waits or is handled.
         """
 
+    async def backlog(self, stream: str, *, durable: str) -> int:
+        """Messages of a stream that its durable consumer is not done with. Raises Unavailable."""
+
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> int | None:
         """Take or renew the lease `name` in NATS KV. Returns its monotonic term, or None while another holds it."""
 

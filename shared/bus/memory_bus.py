@@ -254,6 +254,14 @@ class MemoryBus:
         kept.again.setdefault(durable, deque())
         return self._remember(DurableReplica(self.stats, kept, subject, durable, message_type, handler, slots))
 
+    async def backlog(self, stream: str, *, durable: str) -> int:
+        """As `Bus.backlog`."""
+        self._require_connection(stream)
+        kept = self._broker.streams.get(stream)
+        if kept is None or durable not in kept.places:
+            raise Unavailable(f"stream {stream} has no consumer {durable}", param=stream, retry_after_s=1.0)
+        return len(kept.parcels) - kept.done[durable]
+
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> int | None:
         """As `Bus.acquire_lease`, without rounding the time to live."""
         self._require_connection(f"lease {name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +33,15 @@ class Parcel:
 
 @dataclass(slots=True)
 class Stream:
-    """Messages of one stream in order, ids seen, and per durable consumer the place of its next message."""
+    """Messages of one stream in order, ids seen; per durable consumer the place of its next message, and how many it is
+    done with."""
 
     subject: str
     parcels: list[Parcel] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
     places: dict[str, int] = field(default_factory=dict)
     again: dict[str, deque[int]] = field(default_factory=dict)
+    done: Counter[str] = field(default_factory=Counter)
     grown: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -99,10 +101,13 @@ class DurableReplica:
                 self._put_back(index)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), pause)
+            else:
+                self._stream.done[self._durable] += 1
 
     async def _begin(self, index: int, slots: asyncio.Semaphore) -> None:
         """Handle a message in a task of its own, once there is a slot."""
         if not matches(self._subject, self._stream.parcels[index].subject):
+            self._stream.done[self._durable] += 1
             return
         if not await take_slot(slots, self._stopping):
             self._stream.again[self._durable].appendleft(index)
@@ -115,6 +120,8 @@ class DurableReplica:
                 slots.release()
             if pause is not None:
                 asyncio.get_running_loop().call_later(pause, self._put_back, index)
+            else:
+                self._stream.done[self._durable] += 1
 
         task = asyncio.create_task(handled())
         self._running.add(task)

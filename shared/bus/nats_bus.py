@@ -160,6 +160,15 @@ class NatsBus:
             raise self._mapped(exc, subject) from exc
         return self._remember(consumer)
 
+    async def backlog(self, stream: str, *, durable: str) -> int:
+        """Messages of a stream that its durable consumer is not done with. Raises Unavailable."""
+        self._require_connection(stream)
+        try:
+            found = await self._js.consumer_info(stream, durable)
+        except nats.errors.Error as exc:
+            raise self._mapped(exc, stream) from exc
+        return (found.num_pending or 0) + (found.num_ack_pending or 0)
+
     async def acquire_lease(self, name: str, owner: str, ttl_s: float) -> int | None:
         """Take or renew the lease `name`. Returns its monotonic term, or None while another holds it.
 

@@ -450,3 +450,56 @@ async def test_faults_drop_duplicate_and_delay() -> None:
     await until(lambda: len(seen) == 4)
     assert seen == ["b", "b", "d", "c"]
     await bus.close()
+
+
+async def test_the_backlog_counts_what_a_consumer_is_not_done_with(connect: Connect, topic: str) -> None:
+    bus = await connect("policy")
+    gate = asyncio.Event()
+    taken: list[str] = []
+
+    async def handle(delivery: Delivery) -> None:
+        taken.append(delivery.stored_id)
+        await gate.wait()
+
+    await bus.consume(topic, topic, Ask, handle, durable="policy")
+    assert await bus.backlog(topic, durable="policy") == 0
+    for number in range(3):
+        await bus.publish_durable(topic, Ask(), message_id=str(number))
+    await until(lambda: taken)
+    assert await bus.backlog(topic, durable="policy") == 3
+    gate.set()
+    async with asyncio.timeout(5):
+        while await bus.backlog(topic, durable="policy"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert len(set(taken)) == 3
+    with pytest.raises(Unavailable):
+        await bus.backlog(topic, durable="nobody")
+
+
+async def test_raw_hops_carry_bytes_and_errors_as_json_and_no_headers(connect: Connect, topic: str) -> None:
+    server, client = await connect("batch"), await connect("gateway")
+
+    async def answer(delivery: Delivery) -> bytes:
+        assert delivery.deadline is None
+        if delivery.message == b"no":
+            raise QuotaExceeded("slower", param="x", retry_after_s=3.0)
+        if delivery.message == b"bug":
+            raise ZeroDivisionError("secret words")
+        return b"<" + delivery.message + b">"
+
+    await server.serve(topic, bytes, answer)
+    assert await client.request(topic, b"\xff{", bytes, timeout_s=5) == b"<\xff{>"
+    refused = msgspec.json.decode(await client.request(topic, b"no", bytes, timeout_s=5))
+    assert refused == {
+        "error": {"code": "rate_limit_exceeded", "message": "slower", "param": "x", "retry_after_s": 3.0}
+    }
+    broken = msgspec.json.decode(await client.request(topic, b"bug", bytes, timeout_s=5))
+    assert broken == {"error": {"code": "internal_error", "message": f"{topic} failed"}}
+
+
+def test_only_raw_hops_answer_across_accounts() -> None:
+    assert envelope.may_answer("_INBOX_gateway.x")
+    assert not envelope.may_answer("_R_.a.b")
+    assert envelope.may_answer("_R_.a.b", raw=True)
+    for elsewhere in ("", "baton.v1.policy.events", "$JS.API.INFO", "_INBOX.x", "_R_x"):
+        assert not envelope.may_answer(elsewhere, raw=True)
