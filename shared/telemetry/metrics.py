@@ -11,6 +11,7 @@ asks: `before_scrape`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 
 from shared.telemetry.metric import MAX_TENANTS, OTHER, Metric
 from shared.telemetry.metric_names import of_service
@@ -112,6 +114,9 @@ class Metrics:
             except Exception:
                 log.exception("a metric could not be read")
         encode, content_type = choose_encoder(accept)
+        if isinstance(encode, functools.partial):
+            # None of our names needs escaping, and the library's turns the colon of `vllm:` into an underscore.
+            encode = functools.partial(encode, escaping=ALLOWUTF8)
         return encode(self.registry), content_type
 
     def value(self, metric: Metric, **labels: str) -> float:

@@ -144,3 +144,20 @@ def test_openmetrics_when_asked_for() -> None:
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
     assert not [line for line in ours(metrics) if "_created" in line]
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "",
+        # Prometheus 2 and 3 as they ask
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4",
+        "text/plain;version=1.0.0;escaping=underscores",
+    ],
+)
+def test_names_are_the_same_in_every_format(accept: str) -> None:
+    text = Metrics("gateway", models=["m"]).exposition(accept)[0].decode()
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert any(line.startswith("vllm:") for line in samples)
+    assert not [line for line in samples if line.startswith("vllm_")]
