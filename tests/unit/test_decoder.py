@@ -107,8 +107,8 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def our_logits(model: Decoder, dtype: str, token_ids: list[int], folder: Path) -> Tensor:
-    """[len(token_ids), vocab_size], computed as one step over a pool of NaN."""
+def our_logits(model: Decoder, dtype: str, token_ids: list[int], folder: Path, chunks: tuple[int, ...] = ()) -> Tensor:
+    """[len(token_ids), vocab_size], over a pool of NaN, computed as one step or in steps of so many tokens."""
     rows: dict[int, Tensor] = {}
     num_blocks = -(-len(token_ids) // 32)
     layout = PoolLayout(layer_groups(model.config, 32, dtype), (num_blocks + 1,))
@@ -116,7 +116,12 @@ def our_logits(model: Decoder, dtype: str, token_ids: list[int], folder: Path) -
         pool.views()[0].fill_(float("nan"))
         runner = ModelRunner(model, pool, lambda _, position, row: rows.__setitem__(position, row.clone()))
         blocks = list(range(num_blocks, 0, -1))
-        runner.run(StepPlan(1, (sequence("a", token_ids, blocks, num_logits=len(token_ids), sampling=None),)))
+        start = 0
+        for step, size in enumerate(chunks or (len(token_ids),), start=1):
+            part = token_ids[start : start + size]
+            planned = sequence("a", part, blocks, start=start, num_logits=size, sampling=None)
+            runner.run(StepPlan(step, (planned,)))
+            start += size
     return torch.stack([rows[i] for i in range(len(token_ids))])
 
 
@@ -203,6 +208,16 @@ def test_float32_is_as_near_as_transformers(tiny: Path, tmp_path: Path) -> None:
 
 def test_greedy_tokens_equal_transformers(tiny: Path, tmp_path: Path) -> None:
     check_greedy(tiny, [random_tokens(n, 320, seed=n) for n in (1, 33)], 24, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_change_no_bit(tiny: Path, tmp_path: Path, dtype: str) -> None:
+    """Of scaled rotary embeddings and of biases too: a row depends on its position and its tokens alone."""
+    model = load_decoder(tiny, dtype)
+    token_ids = random_tokens(150, model.config.vocab_size, seed=3)
+    whole = our_logits(model, dtype, token_ids, tmp_path)
+    for chunks in ((1, 149), (39, 1, 24, 86), (64,) + (1,) * 86):
+        assert torch.equal(our_logits(model, dtype, token_ids, tmp_path, chunks), whole)
 
 
 @pytest.mark.model
