@@ -16,7 +16,7 @@ COMMANDS = {
     "top": ("services.cli.top", "main", "watch requests, queues and workers"),
     "chat": ("services.cli.chat", "main", "ask the running stack and stream the answer"),
     "batch": ("services.cli.batch", "main", "submit, watch, cancel batch jobs and fetch their results"),
-    "keys": ("services.cli.keys", "main", "print a tenant's credential for the queue"),
+    "keys": ("services.cli.keys", "main", "make, list and revoke tenants' keys, queue credentials and limits"),
     "trace": ("services.cli.trace", "main", "list recent requests, or show one as a waterfall"),
     "logs": ("services.cli.log_reader", "main", "read and follow the logs of all services as one"),
     "doctor": ("services.cli.doctor", "main", "say what is missing or wrong here, and the fix"),
