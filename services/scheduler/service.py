@@ -21,7 +21,6 @@ from services.scheduler.leader import Change, Leadership
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.place_spans import PlaceSpans, tracer
 from services.scheduler.placement import WorkerView
-from services.scheduler.record import State
 from services.scheduler.request_table import RequestTable
 from services.scheduler.settings import SchedulerConfig
 from services.scheduler.worker_registry import LostWorker, RefusedWorker, WorkerRegistry

@@ -227,7 +227,9 @@ class Batcher:
         decodes = [seq for seq in self._sequences.values() if seq.num_pending_tokens == 1 and may_run(seq, allowed)]
         decodes.sort(key=urgency)
         # Not all of these still run when their turn comes: one before may have needed their blocks.
-        scheduled = [seq.schedule(1) for seq in decodes if seq.num_pending_tokens == 1 and self._room.grows(seq, allowed)]
+        scheduled = [
+            seq.schedule(1) for seq in decodes if seq.num_pending_tokens == 1 and self._room.grows(seq, allowed)
+        ]
         chunk_size = self.config.chunk_size or self.config.token_budget
         wants = [
             PrefillWant(s.spec.seq_id, s.spec.tenant, s.spec.weight, min(s.num_pending_tokens, chunk_size))

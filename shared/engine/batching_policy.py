@@ -1,8 +1,10 @@
-"""When a sequence may begin: at once, or with a batch that runs until all of it has ended. Pure; the clock is passed in.
+"""When a sequence may begin: at once, or with a batch that runs until all of it has ended. Pure, clock passed in.
 
     continuous   at once: steps are formed anew from whatever is ready
     static       with the next batch: up to `batch_size` of those that wait when the one before has ended
     dynamic      likewise, but a batch waits until it is full, or `window_s` after the first of it arrived
+
+The last two are here to be measured against the first.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 
 from shared.engine import sequence_blocks as blocks
-from shared.engine.preemption import Holder, choose_victim, may_enter
+from shared.engine.preemption import Holder, choose_victim, may_enter, newest_of_lowest
 from shared.engine.sequence import PREEMPTED, RESUMED, REVOKED, Sequence, SequenceSpec
 from shared.kv.block_pool import BlockPool
 from shared.kv.block_table import BlockTable
@@ -74,17 +74,29 @@ class BlockRoom:
         return blocks.take(self._pool, hits, needed), len(hits[0]) * self._pool.groups[0].block_size
 
     def let_return(self, allowed: Collection[str]) -> None:
-        """Give preempted sequences blocks again, the most urgent first, as far as there is room."""
+        """Give preempted sequences blocks again, the most urgent first, as far as there is room.
+
+        Reservations whose batch has not come yet give way: they may be what the batch before them waits for.
+        """
         for seq in self._homeless():
             if seq.awaiting_kv or not may_run(seq, allowed):
                 continue
-            needed = blocks.to_begin(self._pool, seq.spec, len(seq.tokens))
-            hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, len(seq.tokens) - 1)
-            if not blocks.has_room(self._pool, hits, needed, self._watermark()):
-                return
-            num_shared = len(hits[0]) * self._pool.groups[0].block_size
-            seq.return_to(blocks.take(self._pool, hits, needed), num_shared)
-            self._report(seq, RESUMED)
+            while not self._returns(seq):
+                idle = [h for h in self._holders(allowed) if h.seq_id not in allowed]
+                victim = newest_of_lowest(h for h in idle if not (h.started or h.pinned))
+                if victim is None:
+                    return
+                self._take_from(self._sequences[victim.seq_id])
+
+    def _returns(self, seq: Sequence) -> bool:
+        needed = blocks.to_begin(self._pool, seq.spec, len(seq.tokens))
+        hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, len(seq.tokens) - 1)
+        if not blocks.has_room(self._pool, hits, needed, self._watermark()):
+            return False
+        num_shared = len(hits[0]) * self._pool.groups[0].block_size
+        seq.return_to(blocks.take(self._pool, hits, needed), num_shared)
+        self._report(seq, RESUMED)
+        return True
 
     def grows(self, seq: Sequence, allowed: Collection[str]) -> bool:
         """Make sure of the blocks for its next token, at others' cost if need be. False: it is not in this step."""
@@ -95,11 +107,14 @@ class BlockRoom:
             victim = choose_victim(seq.spec.seq_id, self._holders(allowed))
             if victim is None:
                 return False
-            self._sequences[victim].leaving = True
-            self.let_go(self._sequences[victim])
+            self._take_from(self._sequences[victim])
             if victim == seq.spec.seq_id:
                 return False
         return True
+
+    def _take_from(self, seq: Sequence) -> None:
+        seq.leaving = True
+        self.let_go(seq)
 
     def let_go(self, seq: Sequence) -> bool:
         """Take back what a sequence holds if it has ended or leaves, and no step in flight names it. True: it is over.

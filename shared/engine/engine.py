@@ -189,8 +189,10 @@ class Engine:
         return self._batcher.num_in_flight == 0 and self._zeroing == 0
 
     def _take_inbox(self) -> list[_Command | _Done | _Zeroed | _Stop]:
-        """Everything posted, in order; sleeps until there is something, the batcher wants to plan, or a tick is over."""
-        wait_s = min(self._idle_tick_s, self._batcher.wait_s(time.monotonic()))
+        """Everything posted, in order; sleeps until there is something, a batch is due, or an idle tick has passed."""
+        wait_s = self._idle_tick_s
+        if self._batcher.num_in_flight == 0:  # else the step's end comes first
+            wait_s = min(wait_s, self._batcher.wait_s(time.monotonic()))
         try:
             items = [self._inbox.get(timeout=wait_s)]
         except queue.Empty:

@@ -38,11 +38,11 @@ def choose_victim(requester: str, holders: Sequence[Holder]) -> str | None:
     own = next(h for h in holders if h.seq_id == requester)
     takeable = [h for h in holders if not (h.spared or h.pinned)]
     waiting = [h for h in takeable if not h.started]
-    victim = _newest_of_lowest(h for h in waiting if h.rank >= own.rank)
+    victim = newest_of_lowest(h for h in waiting if h.rank >= own.rank)
     if victim is None:
-        victim = _newest_of_lowest(h for h in takeable if h.started)
+        victim = newest_of_lowest(h for h in takeable if h.started)
     if victim is own and not any(h.can_run for h in holders if h is not own):
-        victim = _newest_of_lowest(waiting)
+        victim = newest_of_lowest(waiting)
     return victim.seq_id if victim is not None else None
 
 
@@ -54,5 +54,6 @@ def may_enter(rank: int, waiting: Iterable[tuple[int, int]]) -> bool:
     return all(rank < other and passed < PASSES for other, passed in waiting)
 
 
-def _newest_of_lowest(holders: Iterable[Holder]) -> Holder | None:
+def newest_of_lowest(holders: Iterable[Holder]) -> Holder | None:
+    """The newest of the lowest class among them; None when there is nobody."""
     return max(holders, key=lambda h: (h.rank, h.order), default=None)

@@ -186,11 +186,16 @@ class Sequence:
         """Tokens the next step could compute."""
         if self.finish or self.awaiting_kv or self.leaving or self.preempted:
             return 0
-        if not self.spec.compute_only:
-            planned_outputs = self.num_output_tokens + self.num_placeholders
-            if planned_outputs >= self.spec.sampling.max_tokens:
-                return 0
+        if self._is_wholly_planned:
+            return 0
         return len(self.tokens) + self.num_placeholders - self.num_computed_tokens
+
+    @property
+    def _is_wholly_planned(self) -> bool:
+        """True when steps in flight sample all the tokens that are still to come."""
+        if self.spec.compute_only:
+            return False
+        return self.num_output_tokens + self.num_placeholders >= self.spec.sampling.max_tokens
 
     @property
     def may_be_freed(self) -> bool:
@@ -200,7 +205,8 @@ class Sequence:
     @property
     def gives_back(self) -> bool:
         """True when at most steps in flight keep its blocks from being free."""
-        return self.leaving or (bool(self.finish) and not (self.pins or self.cleaning or self.kept_for_peer))
+        ending = bool(self.finish) or self._is_wholly_planned
+        return self.leaving or (ending and not (self.pins or self.cleaning or self.kept_for_peer))
 
     @property
     def num_waiting_tokens(self) -> int:

@@ -15,7 +15,7 @@ from shared.kv.block_table import BlockTable
 
 
 def to_begin(pool: BlockPool, spec: SequenceSpec, num_tokens: int) -> tuple[int, ...]:
-    """Blocks per group for `num_tokens` tokens known beforehand and one to grow into, but never more than it can need."""
+    """Blocks per group for `num_tokens` tokens known beforehand and one to grow into; never more than it can need."""
     most = pool.blocks_for(spec.num_slots)
     if spec.compute_only:
         return most

@@ -1,7 +1,8 @@
 """Which completed blocks get which tags: known ones at once, the others when the index has extended the chain. Pure.
 
 Workers know tags, not keys. A chain goes on only from its last known tag, so each sequence has at most one run per
-layer group with the index at a time; blocks that complete meanwhile wait. An index that does not know the last tag, as
+layer group with the index at a time; blocks that complete meanwhile wait. A preempted sequence completes blocks anew:
+the newer copy of a position counts. An index that does not know the last tag, as
 after its restart, is sent the whole prefix once; any other refusal ends the chain.
 """
 
@@ -45,6 +46,17 @@ class _Chain:
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.asked
+
+    def wait(self, block: CompletedBlock) -> None:
+        """Keep a block for the next run. What stands behind its position was completed before and lost since."""
+        self.waiting = [b for b in self.waiting if b.position < block.position]
+        self.waiting.append(block)
+
+    def take_known(self) -> list[CompletedBlock]:
+        """Blocks that wait, and whose tags have come for an older copy of them."""
+        known = [b for b in self.waiting if b.position < len(self.known)]
+        self.waiting = [b for b in self.waiting if b.position >= len(self.known)]
+        return known
 
 
 @dataclass(slots=True)
@@ -102,7 +114,7 @@ class TagChains:
                 if block.position < len(chain.known):
                     taggings.append(Tagging(group, block, chain.known[block.position]))
                 elif ask and not chain.broken:
-                    chain.waiting.append(block)
+                    chain.wait(block)
         return taggings
 
     def close(self, seq_id: str) -> None:
@@ -141,7 +153,9 @@ class TagChains:
         blocks, chain.asked = chain.asked, []
         taggings: list[Tagging] = []
         if answer.error is not None and from_wire(answer.error).code == UNKNOWN_PARENT and not chain.whole:
-            chain.waiting, chain.whole = blocks + chain.waiting, True
+            again, chain.waiting, chain.whole = chain.waiting, blocks, True
+            for block in again:
+                chain.wait(block)
         elif answer.error is not None or len(answer.tags) != len(asked.run.blocks):
             chain.broken, chain.waiting = True, []
         else:
@@ -150,6 +164,7 @@ class TagChains:
             chain.whole = False
             new = answer.tags[-len(blocks) :]
             taggings = [Tagging(asked.group, b, t) for b, t in zip(blocks, new, strict=True)]
+            taggings += [Tagging(asked.group, b, chain.known[b.position]) for b in chain.take_known()]
         self._drop_if_over(asked.seq_id, entry)
         return taggings
 
@@ -159,7 +174,9 @@ class TagChains:
         if entry is None:
             return
         chain = entry.chains[asked.group]
-        chain.waiting, chain.asked = chain.asked + chain.waiting, []
+        again, chain.waiting, chain.asked = chain.waiting, chain.asked, []
+        for block in again:
+            chain.wait(block)
         if entry.closed:
             del self._entries[asked.seq_id]
 

@@ -539,7 +539,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.batcher = make_batcher(
-            num_blocks=24, groups=2, depth=self.DEPTH, max_num_seqs=6, token_budget=11, quantum=3
+            num_blocks=13, groups=2, depth=self.DEPTH, max_num_seqs=6, token_budget=11, quantum=3
         )
         self.numbers = itertools.count()
         self.specs: dict[str, SequenceSpec] = {}
@@ -548,7 +548,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.tokens: dict[str, list[int]] = {}
         self.flying: list[StepPlan] = []
         self.zeroing: list[tuple[int, int]] = []
-        self.writers: dict[int, str] = {}
+        self.pulling: set[str] = set()  # pinned by a hand-off
 
     def take(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
@@ -581,10 +581,11 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.integers(1, 22),
         max_tokens=st.integers(1, 12),
-        kind=st.sampled_from(["plain", "plain", "compute", "await"]),
+        kind=st.sampled_from(["plain", "plain", "compute", "await", "pull"]),
+        klass=st.sampled_from(["interactive", "batch"]),
         tenant=st.sampled_from(["x", "y"]),
     )
-    def reserve(self, prompt: int, max_tokens: int, kind: str, tenant: str) -> None:
+    def reserve(self, prompt: int, max_tokens: int, kind: str, klass: str, tenant: str) -> None:
         token_ids = tuple(range(100, 100 + prompt))
         tags = tuple(self.tag_of(token_ids, i) for i in range(prompt // BLOCK))
         spec = make_spec(
@@ -594,7 +595,8 @@ class BatcherMachine(RuleBasedStateMachine):
             tenant=TenantId(tenant),
             tags=(tags, tags),
             compute_only=kind == "compute",
-            await_kv=kind == "await",
+            await_kv=kind in ("await", "pull"),
+            klass=klass,
         )
         try:
             self.batcher.reserve(spec)
@@ -605,6 +607,9 @@ class BatcherMachine(RuleBasedStateMachine):
         self.tokens[spec.seq_id] = []
         if kind == "compute":
             self.sources.add(spec.seq_id)
+        if kind == "pull":
+            assert self.batcher.pin(spec.seq_id)
+            self.pulling.add(spec.seq_id)
         self.take(self.batcher.take_updates())
 
     @rule()
@@ -636,6 +641,7 @@ class BatcherMachine(RuleBasedStateMachine):
             if self.specs[seq_id].await_kv:
                 self.batcher.kv_received(seq_id, data.draw(st.integers(0, self.specs[seq_id].max_match)))
             self.batcher.release(seq_id)
+            self.end_pull(seq_id)
             self.take(self.batcher.take_updates())
             return
         if how == "cancel":
@@ -649,6 +655,12 @@ class BatcherMachine(RuleBasedStateMachine):
         assert 0 <= totals.wasted_tokens <= totals.computed_tokens
         self.live.remove(seq_id)
         self.sources.discard(seq_id)
+        self.end_pull(seq_id)
+
+    def end_pull(self, seq_id: str) -> None:
+        if seq_id in self.pulling:
+            self.pulling.remove(seq_id)
+            self.batcher.unpin(seq_id)
 
     @precondition(lambda self: self.sources)
     @rule(data=st.data())
@@ -676,6 +688,20 @@ class BatcherMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for seq_id in list(self.live):
             self.batcher.release(seq_id)
+        for seq_id in list(self.pulling):
+            self.end_pull(seq_id)
+        self.run_dry()
+        for seq_id in list(self.sources):
+            self.batcher.unpin(seq_id)
+        self.run_dry()  # who waited for blocks that peers were to pull
+        self.zeroing += self.batcher.take_blocks_to_zero()
+        self.zero()
+        assert not self.live
+        assert self.batcher.is_idle
+        self.batcher.check()
+        assert used(self.batcher) == [0, 0]
+
+    def run_dry(self) -> None:
         self.take(self.batcher.take_updates())
         for _ in range(1000):
             self.zero()
@@ -684,14 +710,6 @@ class BatcherMachine(RuleBasedStateMachine):
                 break
             plan = self.flying.pop(0)
             self.take(self.batcher.commit(output_of(plan)))
-        for seq_id in list(self.sources):
-            self.batcher.unpin(seq_id)
-        self.zeroing += self.batcher.take_blocks_to_zero()
-        self.zero()
-        assert not self.live
-        assert self.batcher.is_idle
-        self.batcher.check()
-        assert used(self.batcher) == [0, 0]
 
 
 class EagerBatcherMachine(BatcherMachine):

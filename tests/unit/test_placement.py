@@ -114,8 +114,12 @@ def test_only_workers_with_room_are_candidates() -> None:
     ask = Ask(num_tokens=320, max_new_tokens=32)  # eleven blocks of 32
     assert ask.blocks(DECODE) == (11,)
     assert Ask(num_tokens=40, max_new_tokens=30, choices=3).blocks(DECODE) == (1 + 3 * 2,)
+    # a long answer takes no more to begin with: its prompt's blocks and one to grow into
+    assert Ask(num_tokens=320, max_new_tokens=2000).blocks(DECODE) == (11,)
+    assert Ask(num_tokens=320, max_new_tokens=2000).most_blocks(DECODE) == (73,)
     for full in (
         replace(DECODE, free_blocks=(10,)),
+        replace(DECODE, free_blocks=(13,), held_back=(3,)),
         replace(DECODE, running=7, waiting=1),
         replace(DECODE, draining=True),
         PREFILL,
@@ -123,10 +127,17 @@ def test_only_workers_with_room_are_candidates() -> None:
         assert choose(ask, [full], COST) is None
     assert choose(replace(ask, excluded=frozenset({DECODE.worker})), [DECODE], COST) is None
     assert choose(ask, [replace(DECODE, free_blocks=(11,))], COST) is not None
+    assert choose(ask, [replace(DECODE, free_blocks=(14,), held_back=(3,))], COST) is not None
 
 
 def test_what_can_never_fit_goes_to_a_worker_to_be_refused_there() -> None:
     assert choose(Ask(num_tokens=32 * 200), [replace(DECODE, free_blocks=(0,))], COST) is not None
+
+
+def test_an_answer_that_can_never_be_held_to_its_end_waits_for_nothing_either() -> None:
+    endless = Ask(num_tokens=32, max_new_tokens=32 * 200)
+    assert choose(endless, [replace(DECODE, free_blocks=(0,))], COST) is not None
+    assert choose(replace(endless, max_new_tokens=32 * 99), [replace(DECODE, free_blocks=(0,))], COST) is None
 
 
 def test_too_small_a_worker_is_passed_over_while_a_larger_one_is_busy() -> None:

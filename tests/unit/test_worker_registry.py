@@ -101,6 +101,13 @@ def test_placements_count_until_the_next_beat() -> None:
     workers.on_beat(1.0, beat("d1", number=2))
     assert workers.views()[0].free_blocks == (100,)
     workers.note_placed(WorkerId("nobody"), (1,), 1)
+    # each of those placed will want a block to grow into
+    assert view.held_back == ()
+    workers.on_beat(0.0, beat("d2", held_back=(3,)))
+    workers.note_placed(WorkerId("d2"), (10,), 300)
+    other = workers.view(WorkerId("d2"))
+    assert other is not None
+    assert other.held_back == (4,)
     assert workers.view(WorkerId("nobody")) is None
 
 

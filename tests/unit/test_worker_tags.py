@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import SignedGrant
@@ -87,6 +91,44 @@ def test_closed_chains_are_forgotten_when_nothing_waits() -> None:
     (asked,) = chains.take_runs()
     chains.failed(asked)
     assert len(chains) == 0
+
+
+def again(position: int) -> CompletedBlock:
+    """The block of a position, computed anew after a preemption."""
+    return replace(block(position), block_id=90 + position)
+
+
+def test_a_preempted_sequence_completes_blocks_anew_and_its_chain_goes_on() -> None:
+    # Given blocks 1 and 2 with the index, and 3 waiting, when the sequence is preempted and computes them again
+    chains = opened(1)
+    chains.completed("s", [[block(1), block(2)]])
+    (asked,) = chains.take_runs()
+    chains.completed("s", [[block(3)]])
+    for position in (1, 2, 3, 4):
+        chains.completed("s", [[again(position)]])
+    # Then the tags that come serve both copies, and the newer ones of the others are asked for
+    both = [Tagging(0, make(i), tag(i)) for make in (block, again) for i in (1, 2)]
+    assert chains.extended(asked, ExtendedRun(tags=(tag(1), tag(2)))) == both
+    (asked,) = chains.take_runs()
+    assert [b.block_id for b in asked.run.blocks] == [93, 94]
+    assert asked.run.parent == tag(2)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_run_that_failed_is_asked_for_once_with_the_newer_copies(answered: bool) -> None:
+    chains = TagChains(1)
+    chains.open("s", ATTEMPT, GRANT, [GroupTags(0, (tag(0),))], [0, 0, 1])
+    chains.completed("s", [[block(1), block(2)]])
+    (asked,) = chains.take_runs()
+    chains.completed("s", [[again(1)]])
+    if answered:
+        assert chains.extended(asked, UNKNOWN) == []
+        (asked,) = chains.take_runs()
+        assert asked.run.parent == b""
+    else:
+        chains.failed(asked)
+        (asked,) = chains.take_runs()
+    assert asked.run.blocks[-1].block_id == 91
 
 
 def test_prefill_asks_for_nothing() -> None:
