@@ -22,7 +22,7 @@ SWEEP = 100
 UPLOAD_IDLE_S = 3600
 """An upload that took no chunk for so long was given up by its client."""
 
-_APPEND, _CLOSE, _DELETE = lua("file_append"), lua("file_close"), lua("file_delete")
+_OPEN, _APPEND, _CLOSE, _DELETE = (lua(f"file_{name}") for name in ("open", "append", "close", "delete"))
 
 
 def no_such_file(file_id: str) -> NotFound:
@@ -41,18 +41,13 @@ class FileStore:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    async def open(self, tenant: TenantId, meta: FileMeta, now_s: int) -> FileId:
-        """Begin an upload."""
-        file_id = FileId(f"file-{secrets.token_hex(16)}")
+    async def open(self, tenant: TenantId, meta: FileMeta, now_s: int, file_id: FileId | None = None) -> FileId:
+        """Begin an upload; one that has begun under `file_id` before goes on as it is. Returns its id."""
+        file_id = file_id or FileId(f"file-{secrets.token_hex(16)}")
         sealed = self._sealer.seal(tenant, f"file:{file_id}", msgspec.msgpack.encode(meta))
-        key = self._keys.file(tenant, file_id)
         await self._redis.execute("SADD", self._keys.tenants, tenant)
-        await self._redis.transaction(
-            [
-                ("ZADD", self._keys.of(tenant, "uploads"), now_s, file_id),
-                ("HSET", key, "state", "uploading", "chunks", 0, "bytes", 0, "meta", sealed),
-            ]
-        )
+        keys = [self._keys.file(tenant, file_id), self._keys.of(tenant, "uploads")]
+        await self._redis.script(_OPEN, keys, (file_id, sealed, now_s))
         return file_id
 
     async def append(
@@ -121,6 +116,11 @@ class FileStore:
         if file is None or not file.ready:
             raise no_such_file(file_id)
         return file
+
+    async def is_ready(self, tenant: TenantId, file_id: FileId) -> bool:
+        """True if there is such a file, and it is no upload any more."""
+        file = await self._record(tenant, file_id)
+        return file is not None and file.ready
 
     async def page(
         self, tenant: TenantId, *, purpose: str = "", after: str = "", limit: int = PAGE, ascending: bool = False

@@ -20,7 +20,7 @@ from shared.contracts.ids import BatchId, TenantId
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
 
-_PUT, _CLAIM, _RESULT = lua("items_put"), lua("item_claim"), lua("item_result")
+_PUT, _CLAIM, _RESULT, _END = lua("items_put"), lua("item_claim"), lua("item_result"), lua("items_end")
 
 
 class ItemStore:
@@ -58,7 +58,7 @@ class ItemStore:
 
         Returns what became of it, and how many items of the batch have no result.
         """
-        sealed = self._sealer.seal(tenant, f"result:{batch_id}:{number}", msgspec.msgpack.encode(result))
+        sealed = self._seal_result(tenant, batch_id, number, result)
         sealed_settle = self._sealer.seal(tenant, f"settle:{batch_id}:{number}", settle) if settle else b""
         keys = [self._keys.job(tenant, batch_id)]
         keys += self._keys.job_parts(tenant, batch_id, "bodies", "results", "epochs", "settles", "tokens")
@@ -114,9 +114,17 @@ class ItemStore:
         found = await self._many(self._keys.job(tenant, batch_id, "bodies"), numbers)
         return {number: self.open_body(tenant, batch_id, number, sealed) for number, sealed in found.items()}
 
-    async def drop_bodies(self, tenant: TenantId, batch_id: BatchId) -> None:
-        """Forget bodies of a validation that was not finished."""
-        await self._redis.execute("UNLINK", *self._keys.job_parts(tenant, batch_id, "bodies", "tokens"))
+    async def end(
+        self, tenant: TenantId, batch_id: BatchId, status: str, results: Sequence[tuple[int, ItemResult]]
+    ) -> bool:
+        """Store results that no run made for those of these items without one, if the batch has this status."""
+        arguments: list[str | bytes | int] = [status]
+        for number, result in results:
+            arguments += [str(number), self._seal_result(tenant, batch_id, number, result)]
+        keys = [self._keys.job(tenant, batch_id)]
+        keys += self._keys.job_parts(tenant, batch_id, "bodies", "results", "tokens")
+        keys.append(self._keys.of(tenant, "enqueued"))
+        return bool(await self._redis.script(_END, keys, arguments))
 
     # ------------------------------------------------------------------------------------------ parts
 
@@ -125,6 +133,9 @@ class ItemStore:
             return {}
         found = await self._redis.execute("HMGET", key, *map(str, numbers))
         return {number: value for number, value in zip(numbers, found, strict=True) if value}
+
+    def _seal_result(self, tenant: TenantId, batch_id: BatchId, number: int, result: ItemResult) -> bytes:
+        return self._sealer.seal(tenant, f"result:{batch_id}:{number}", msgspec.msgpack.encode(result))
 
     def seal_body(self, tenant: TenantId, batch_id: BatchId, number: int, body: ItemBody) -> bytes:
         """A body as it is kept."""

@@ -58,6 +58,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     output_expires_after_s: int = 0
     enqueued_tokens_limit: int = 0
+    models: tuple[str, ...] = ()
+    """Models the tenant may use; empty = every one."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

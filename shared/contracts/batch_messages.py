@@ -135,6 +135,7 @@ class BatchCreate(Message, frozen=True, kw_only=True):
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     output_expires_after_s: int = 0
     enqueued_tokens_limit: int = 0  # the tenant's; 0 = none
+    models: tuple[str, ...] = ()  # the tenant may use; empty = every one
 
 
 class BatchGet(Message, frozen=True, kw_only=True):
