@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 
 from services.batch.item_gate import RunGate
@@ -65,6 +66,8 @@ class Executor:
         self._loops: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Executor:
+        with suppress(BatonError):  # else made with the first consumer
+            await self._bus.make_stream(ITEM_STREAM, subjects.ANY_BATCH_ITEM)
         loops = [(self.follow, FOLLOW_S), (self._watch, WATCH_S)]
         self._loops = [asyncio.create_task(_every(period_s, work)) for work, period_s in loops]
         return self

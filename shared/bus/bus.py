@@ -102,6 +102,12 @@ class Bus(Protocol):
         consumers that share slots get them in turns, and no message goes to a replica while it waits or is handled.
         """
 
+    async def make_stream(self, stream: str, subject: str) -> None:
+        """Make a stream, if there is none: what is published before somebody consumes it is kept.
+
+        Raises Unavailable.
+        """
+
     async def backlog(self, stream: str, *, durable: str) -> int:
         """Messages of a stream that its durable consumer is not done with. Raises Unavailable."""
 

@@ -247,12 +247,16 @@ class MemoryBus:
         slots: asyncio.Semaphore | None = None,
     ) -> Subscription:
         """As `Bus.consume`."""
-        self._require_connection(subject)
-        spec = spec_of(stream, subject)
-        kept = self._broker.streams.setdefault(stream, Stream(spec.subject))
+        await self.make_stream(stream, subject)
+        kept = self._broker.streams[stream]
         kept.places.setdefault(durable, 0)
         kept.again.setdefault(durable, deque())
         return self._remember(DurableReplica(self.stats, kept, subject, durable, message_type, handler, slots))
+
+    async def make_stream(self, stream: str, subject: str) -> None:
+        """As `Bus.make_stream`."""
+        self._require_connection(subject)
+        self._broker.streams.setdefault(stream, Stream(spec_of(stream, subject).subject))
 
     async def backlog(self, stream: str, *, durable: str) -> int:
         """As `Bus.backlog`."""

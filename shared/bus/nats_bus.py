@@ -22,7 +22,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 
 from shared.bus import envelope
 from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Sent, Subscription
-from shared.bus.nats_consumer import DurableConsumer
+from shared.bus.nats_consumer import DurableConsumer, make_stream
 from shared.bus.nats_lease import LeaseBucket
 from shared.bus.streams import spec_of
 from shared.bus.subscriptions import BusStats, RequestTasks
@@ -159,6 +159,17 @@ class NatsBus:
         except nats.errors.Error as exc:
             raise self._mapped(exc, subject) from exc
         return self._remember(consumer)
+
+    async def make_stream(self, stream: str, subject: str) -> None:
+        """Make a stream, if there is none: what is published before somebody consumes it is kept.
+
+        Raises Unavailable.
+        """
+        self._require_connection(subject)
+        try:
+            await make_stream(self._js, spec_of(stream, subject))
+        except nats.errors.Error as exc:
+            raise self._mapped(exc, subject) from exc
 
     async def backlog(self, stream: str, *, durable: str) -> int:
         """Messages of a stream that its durable consumer is not done with. Raises Unavailable."""

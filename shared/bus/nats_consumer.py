@@ -113,23 +113,7 @@ class DurableConsumer:
         self._waiting.put_nowait(None)
 
     async def _make(self) -> None:
-        stream = StreamConfig(
-            name=self._spec.name,
-            subjects=[self._spec.subject],
-            retention=RetentionPolicy.WORK_QUEUE if self._spec.work_queue else RetentionPolicy.LIMITS,
-            max_age=self._spec.max_age_s,
-            max_bytes=self._spec.max_bytes,
-            max_msg_size=self._spec.max_message_bytes,
-            discard=DiscardPolicy.NEW if self._spec.refuse_when_full else DiscardPolicy.OLD,
-            duplicate_window=self._spec.duplicate_window_s,
-            storage=StorageType.FILE,
-        )
-        try:
-            await self._js.add_stream(stream)
-        except nats.js.errors.BadRequestError as exc:
-            # Made earlier with other limits: as good.
-            if exc.err_code != _NAME_IN_USE:
-                raise
+        await make_stream(self._js, self._spec)
         await self._js.add_consumer(
             self._spec.name,
             ConsumerConfig(
@@ -236,6 +220,27 @@ class DurableConsumer:
         if self._client.is_connected and not self._stopping:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._make()
+
+
+async def make_stream(js: JetStreamContext, spec: StreamSpec) -> None:
+    """Make a stream, if there is none. Raises nats.errors.Error."""
+    config = StreamConfig(
+        name=spec.name,
+        subjects=[spec.subject],
+        retention=RetentionPolicy.WORK_QUEUE if spec.work_queue else RetentionPolicy.LIMITS,
+        max_age=spec.max_age_s,
+        max_bytes=spec.max_bytes,
+        max_msg_size=spec.max_message_bytes,
+        discard=DiscardPolicy.NEW if spec.refuse_when_full else DiscardPolicy.OLD,
+        duplicate_window=spec.duplicate_window_s,
+        storage=StorageType.FILE,
+    )
+    try:
+        await js.add_stream(config)
+    except nats.js.errors.BadRequestError as exc:
+        # Made earlier with other limits: as good.
+        if exc.err_code != _NAME_IN_USE:
+            raise
 
 
 def _status(msg: Msg) -> str | None:

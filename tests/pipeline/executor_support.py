@@ -111,13 +111,6 @@ async def executor_world(server: RedisServer, backend: Backend) -> AsyncIterator
     backend.ingress = BATCH
     models = ServedModels([ServedModel(MODEL, "default", CONTEXT, PromptCodec(TOKENIZER, CONTEXT))])
     async with batch_store(server) as (store, _, _), backend.run():
-        # the stream exists before something is put on it
-        async def never(delivery: object) -> None:
-            raise AssertionError
-
-        maker = await backend.bus.consume(
-            "batch-item", subjects.batch_item(TenantId("none")), BatchItem, never, durable="none"
-        )
-        await maker.stop()
+        await backend.bus.make_stream("batch-item", subjects.ANY_BATCH_ITEM)
         yield ExecutorWorld(store, backend, models)
     models.close()
