@@ -40,13 +40,13 @@ def first_token(url: str, api_key: str, model: str, timeout_s: float, over: thre
 
 
 def _ask(url: str, api_key: str, model: str, timeout_s: float) -> tuple[int, bytes]:
-    """Status and body of one chat completion of one token; a 200 without a token counts as 502."""
+    """Status and body of a completion of one token: every model can do that. A 200 without a token counts as 502."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=timeout_s)
-    request = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0}
+    request = {"model": model, "prompt": "Hi", "max_tokens": 1, "temperature": 0}
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(request), headers)
+        connection.request("POST", "/v1/completions", json.dumps(request), headers)
         answer = connection.getresponse()
         body = answer.read()
     finally:

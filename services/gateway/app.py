@@ -32,7 +32,7 @@ from shared.contracts.errors import BatonError, Cancelled
 from shared.contracts.messages import Identity
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.failed_span import end_failed
-from shared.ingress.openai_schema import ChatRequest, GenerationRequest
+from shared.ingress.openai_schema import CompletionRequest, GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.request_metrics import count_refused
 from shared.ingress.request_plan import make_plan
@@ -141,14 +141,14 @@ class Door:
 
     async def _probe(self, model: ServedModel) -> bool:
         config = self._service.config
-        body = {"model": model.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        body = {"model": model.name, "prompt": "Hello", "max_tokens": 1}  # not every model has a chat template
         arrived = time.monotonic()
         span = self._service.telemetry.tracer.start_span("gateway.request", context=Context())
         token = otel_context.attach(trace.set_span_in_context(span))
         try:
             hashed = key_hash({"authorization": f"Bearer {config.probe_key}"})
             identity = await self._service.authenticate(hashed)
-            session = await self._submit(ChatRequest.model_validate(body), model, identity, hashed, span, arrived)
+            session = await self._submit(CompletionRequest.model_validate(body), model, identity, hashed, span, arrived)
         except BatonError as error:
             end_failed(span, error)
             log.info("not ready: %s", error.message)

@@ -36,11 +36,11 @@ ALPHA_ROPE = {"rope_type": "dynamic", "factor": 16.0}
 BETA_ROPE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
 
 
-def make_model(folder: Path, plain_added: tuple[str, ...] = (), **changes: Any) -> Path:
-    """A checkpoint with a tokenizer that never ends by itself."""
+def make_model(folder: Path, plain_added: tuple[str, ...] = (), *, template: str | None = None, **changes: Any) -> Path:
+    """A checkpoint with a tokenizer, whose texts never end by themselves."""
     make_tiny_model(folder, max_position_embeddings=64, num_hidden_layers=2, eos_token_id=None, **changes)
     (folder / "tokenizer.json").write_bytes(tokenizer_json(plain_added=plain_added))
-    settings = {"chat_template": CHATML, "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    settings = {"chat_template": template, "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -53,6 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         BETA: make_model(
             base / "beta",
             tuple(f"<x{i}>" for i in range(40)),
+            template=CHATML,
             seed=2,
             vocab_size=400,
             tie_word_embeddings=False,
@@ -136,6 +137,13 @@ def test_each_model_has_its_own_tokenizer_and_weights(two: Baton, folders: dict[
 def test_the_texts_ids_differ_between_the_models(folders: dict[str, Path]) -> None:
     alpha, beta = (load_tokenizer(folders[model]).encode(TEXT) for model in (ALPHA, BETA))
     assert len(alpha) > len(beta)
+
+
+def test_a_model_without_a_chat_template_starts_and_serves_completions(two: Baton) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        two.openai().chat.completions.create(model=ALPHA, messages=messages, max_tokens=2)
+    assert two.openai().chat.completions.create(model=BETA, messages=messages, max_tokens=2).model == BETA
 
 
 def test_an_alias_is_another_name_of_the_same_model(two: Baton) -> None:
