@@ -13,19 +13,27 @@ from shared.telemetry import attributes as a
 from shared.telemetry.units import count, seconds, size
 
 LOCAL_WORDS = {
+    "estimate": "the smaller of both estimates",
     "one_token": "the prompt is one token, so there is nothing to hand off",
     "cached": "the decode worker holds all of the prompt but its last token",
     "no_prefill_worker": "no prefill worker could begin at once",
     "prefill_refused": "the prefill worker refused it",
     "prefill_timeout": "the prefill worker did not answer",
     "prefill_lost": "the prefill worker was lost",
+    "running": "its decode worker runs it already",
+    "adopted": "a new leader found it on its decode worker",
 }
 """Why a prompt was computed by the decode worker itself."""
 HANDOFF_WORDS = {
     "digest_mismatch": "a block arrived damaged",
     "fingerprint_mismatch": "the two workers do not have the same model or KV layout",
     "placed_locally": "the scheduler placed it locally after all",
-    "lease": "the lease ran out before the KV came",
+    "prefill_lease": "nothing came from the prefill worker for its lease",
+    "prefill_died": "the prefill worker died",
+    "prefill_restarted": "the prefill worker was restarted",
+    "prefill_failed": "the prefill worker gave up",
+    "pool_unreadable": "the prefill worker's KV pool could not be read",
+    "pull_failed": "copying the KV failed",
     "gap": "the source left out blocks",
     "wrong_length": "the source named another length",
     "wrong_groups": "the source named other layer groups",
@@ -36,22 +44,46 @@ CODE_WORDS = {
     "requests_per_minute": "the tenant's requests a minute are used up",
     "tokens_per_minute": "the tenant's tokens a minute are used up",
     "rate_limit_exceeded": "the tenant's limit is used up",
-    "request_too_large": "the request alone is above the tenant's limit",
+    "request_too_large": "the request is larger than is allowed",
     "context_length_exceeded": "prompt and output do not fit the model's context",
     "model_not_found": "the model is not served, or not open to this tenant",
     "invalid_api_key": "the API key is not valid",
-    "overloaded": "the wait was predicted to be longer than is bearable",
+    "invalid_value": "a field of the request cannot be run as it is",
+    "invalid_json": "the body is not a JSON object",
+    "unknown_parameter": "the body holds a field nobody knows",
+    "request_timeout": "the body did not arrive in time",
+    "internal_error": "something failed in Baton itself",
+    "protocol_error": "a message between services was broken",
+    "overloaded": "there is no capacity, or the wait would be longer than is bearable",
+    "queue_full": "the queue is full",
+    "slo": "the wait was predicted to be longer than is bearable",
     "deadline_exceeded": "the request's time budget was spent",
     "unavailable": "a service did not answer",
+    "no_responders": "a service was not there",
     "client_gone": "the client left",
     "slow_client": "the client read too slowly",
     "worker_lost": "too many workers were lost under it",
     "shutting_down": "the gateway was shutting down",
+    "expired": "its time was over",
+    "cancelled": "it was cancelled",
+    "revoked": "the reservation was taken back",
+    "conflict": "a newer attempt or leader was seen",
+    "forbidden": "the key or grant does not allow it",
+    "grant_expired": "the grant had expired",
+    "grant_invalid": "the grant is not for this request",
+    "ingress_silent": "its gateway fell silent while it waited",
+    "unlisted": "its gateway no longer lists it",
+    "engine_error": "the model made no usable output",
+    "worker_stopping": "its worker was stopped",
+    "checksum_mismatch": "the output did not match the worker's account of it",
+    "purged": "what it was made of was purged",
     "no_room": "no decode worker had blocks or a slot free",
     "unanswered": "the decode worker did not answer",
     "nothing_held": "no worker holds the beginning of this prompt",
     "no_worker": "no worker of this model was known",
     "never_cached": "this tenant's prompts are never cached",
+    "no_blocks": "the decode worker had too few free blocks",
+    "no_slot": "the decode worker had no free slot",
     "NoBlocks": "the decode worker had too few free blocks",
     "NoSlot": "the decode worker had no free slot",
     "NeverFits": "the request is larger than the whole KV pool",
@@ -64,6 +96,9 @@ FREE_WORDS = {
     "decode_died": "the decode worker died",
     "cancelled": "the request was cancelled",
     "superseded": "a newer attempt took its place",
+    "released": "the decode worker no longer wants it",
+    "refused": "the worker could not begin it",
+    "stopping": "the worker was stopping",
 }
 """Why a prefill worker let its blocks go."""
 _FINE = ("", "ok", "placed")
@@ -111,9 +146,10 @@ def why(span: SpanRecord) -> tuple[str, ...]:
 
 
 def _explained(word: str, words: dict[str, str] = CODE_WORDS) -> str:
-    """A reason with what it means. `Class/code` and `released:reason` are known by their second half too."""
+    """A reason with what it means. `Class/code` and `reason:detail` are known by either half too."""
     bare = word.rpartition("/")[2].rpartition(":")[2]
-    meaning = words.get(word) or words.get(bare) or CODE_WORDS.get(bare)
+    found = (words.get(word), words.get(bare), CODE_WORDS.get(bare), words.get(word.partition(":")[0]))
+    meaning = next(filter(None, found), "")
     return f"{meaning} ({word})" if meaning else word or "no reason given"
 
 

@@ -6,6 +6,9 @@ import pytest
 
 from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
+from shared.telemetry import metric_names as names
+from shared.telemetry import reasons
+from shared.telemetry.metric import Metric
 from shared.telemetry.reasons import failed, why
 from shared.telemetry.trace_rows import Fact, length_s, trace_rows
 
@@ -65,7 +68,8 @@ PLACED = {"STATUS": "placed", "DECODE_WORKER": "decode-1", "CANDIDATES": 2, "LOC
         ),
         (span("prefill.run", REASON="released:digest_mismatch"), ("released:digest_mismatch",)),
         (span("decode.run", FAKE=True, FINISH="stop", COMPLETION_TOKENS=9), ("made up", "9 tokens", "ended: stop")),
-        (span("decode.run", REASON="prefill_failed:Internal/engine_error"), ("hand-off given up", "prefill_failed")),
+        (span("decode.run", REASON="prefill_failed:Internal/engine_error"), ("hand-off given up", "no usable output")),
+        (span("handoff.pull", REASON="pull_failed: OSError"), ("given up: copying the KV failed",)),
         (span("gateway.stream", LOST_WORKERS=1, REPLAYS=2), ("1 worker lost", "2 times")),
         (span("gateway.request", TTFT_S=0.25, EPOCH=2, PROMPT_TOKENS=9, CACHED_TOKENS=4), ("resumed 1 time", "250ms")),
         (span("gateway.request", "error", STATUS="invalid_api_key", HTTP_STATUS=401), ("not valid", "HTTP 401")),
@@ -76,6 +80,20 @@ def test_reasons_in_words(told: SpanRecord, words: tuple[str, ...]) -> None:
     said = " | ".join(why(told))
     for word in words:
         assert word in said
+
+
+@pytest.mark.parametrize(
+    ("words", "metrics"),
+    [
+        (reasons.LOCAL_WORDS, (names.PLACEMENTS,)),
+        (reasons.HANDOFF_WORDS, (names.HANDOFF_FAILURES,)),
+        (reasons.FREE_WORDS, (names.HANDOFF_SOURCES_ENDED,)),
+        (reasons.CODE_WORDS, (names.REFUSED, names.FAILED, names.CANCELLED, names.REQUEUES, names.QUEUE_REFUSALS)),
+    ],
+)
+def test_every_reason_that_is_counted_has_a_sentence(words: dict[str, str], metrics: tuple[Metric, ...]) -> None:
+    counted = {reason for metric in metrics for reason in metric.labels["reason"]}
+    assert counted - words.keys() - {"other"} == set()
 
 
 def test_a_span_that_decided_nothing_says_nothing() -> None:
