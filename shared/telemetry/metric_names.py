@@ -254,7 +254,8 @@ SETTLEMENT_LAG = Metric(
 SETTLEMENTS_LOST = Metric(
     "baton_settlements_lost",
     "counter",
-    "Settlements that could not be stored; the reservation runs out instead.",
+    "Requests whose settlement was not stored: NATS did not take it, or a batch item was no longer this process's own. "
+    "Where a reservation was held it runs out.",
     INGRESSES,
 )
 
