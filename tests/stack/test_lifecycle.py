@@ -190,11 +190,11 @@ def test_weights_that_do_not_fit_the_configuration_end_the_start(own: Baton, tin
     config = json.loads((tiny_model / "config.json").read_text())
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    # When it is to be served, then the worker that read it is named with file and tensor, and nothing is left
+    # When it is to be served, then file and tensor are named before anything has started
     done = own.run("up", "--port", "0", "--detach", "--json", "--model", str(folder))
-    assert done.returncode == 1
-    assert "ended with exit code 2" in done.stderr
-    assert "model.layers.0.mlp" in done.stderr
+    assert done.returncode == 2
+    assert f"baton: {folder / 'model.safetensors'}: model.layers.0.mlp" in done.stderr
+    assert "should be (96, 64) by config.json" in done.stderr or "should be (64, 96) by config.json" in done.stderr
     assert "Traceback" not in done.stderr
     assert not own.processes()
 
