@@ -44,7 +44,7 @@ class FileStore:
     async def open(self, tenant: TenantId, meta: FileMeta, now_s: int, file_id: FileId | None = None) -> FileId:
         """Begin an upload; one that has begun under `file_id` before goes on as it is. Returns its id."""
         file_id = file_id or FileId(f"file-{secrets.token_hex(16)}")
-        sealed = self._sealer.seal(tenant, f"file:{file_id}", msgspec.msgpack.encode(meta))
+        sealed = self._seal_meta(tenant, file_id, meta)
         await self._redis.execute("SADD", self._keys.tenants, tenant)
         keys = [self._keys.file(tenant, file_id), self._keys.of(tenant, "uploads")]
         await self._redis.script(_OPEN, keys, (file_id, sealed, now_s))
@@ -86,10 +86,18 @@ class FileStore:
             )
         return int(held)
 
-    async def close(self, tenant: TenantId, file_id: FileId) -> StoredFile:
-        """The upload becomes a file. Safe to repeat. Raises NotFound."""
+    async def close(self, tenant: TenantId, file_id: FileId, expires_after_s: int = 0) -> StoredFile:
+        """The upload becomes a file, as opened, or expiring that long after its creation. Raises NotFound.
+
+        Safe to repeat.
+        """
         file = await self._record(tenant, file_id)
-        if file is None or not await self._close(tenant, file):
+        if file is None:
+            raise no_such_file(file_id)
+        if expires_after_s:
+            meta = msgspec.structs.replace(file.meta, expires_s=file.meta.created_s + expires_after_s)
+            file = msgspec.structs.replace(file, meta=meta)
+        if not await self._close(tenant, file):
             raise no_such_file(file_id)
         return msgspec.structs.replace(file, ready=True)
 
@@ -185,11 +193,15 @@ class FileStore:
             readers=number(found.get("readers")),
         )
 
+    def _seal_meta(self, tenant: TenantId, file_id: FileId, meta: FileMeta) -> bytes:
+        return self._sealer.seal(tenant, f"file:{file_id}", msgspec.msgpack.encode(meta))
+
     async def _close(self, tenant: TenantId, file: StoredFile) -> bool:
         keys = [self._keys.file(tenant, file.file_id), self._keys.of(tenant, "uploads"), self._index(tenant, "")]
         keys += [self._index(tenant, file.meta.purpose), self._keys.of(tenant, "expiry")]
         keys.append(self._keys.of(tenant, "serial"))
-        return bool(await self._redis.script(_CLOSE, keys, (file.file_id, file.meta.expires_s)))
+        sealed = self._seal_meta(tenant, file.file_id, file.meta)
+        return bool(await self._redis.script(_CLOSE, keys, (file.file_id, file.meta.expires_s, sealed)))
 
     async def _delete(self, tenant: TenantId, file: StoredFile, state: str) -> int:
         keys = [self._keys.file(tenant, file.file_id), self._keys.file(tenant, file.file_id, "data")]

@@ -85,7 +85,7 @@ class FileDesk:
         if request.abort:
             await self._files.abort(request.tenant, request.file_id)
             return FileDeleted(file_id=request.file_id)
-        return (await self._files.close(request.tenant, request.file_id)).info()
+        return (await self._files.close(request.tenant, request.file_id, request.expires_after_s)).info()
 
     async def _read(self, request: FileRead) -> FileBytes:
         if request.offset < 0:

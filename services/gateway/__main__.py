@@ -29,6 +29,7 @@ async def main(runtime: Runtime) -> None:
             worker_silence_s=settings.scheduler.worker_timeout_s,
         ),
         max_body_bytes=settings.gateway.max_body_bytes,
+        max_file_bytes=settings.batch.max_file_bytes,
         probe_key=runtime.secret_text(PROBE_KEY_VARIABLE),
     )
     allow_many_files()

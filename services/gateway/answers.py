@@ -27,9 +27,11 @@ SSE_HEADERS = {
 LINGER_S = 2.0
 
 
-def error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """An error as a response with its status."""
-    kind = LingeringResponse if isinstance(error, BodyTooLarge) else JSONResponse
+def error_response(
+    error: BatonError, headers: Mapping[str, str] | None = None, *, sending: bool = False
+) -> JSONResponse:
+    """An error as a response with its status; `sending`: the client may still be sending its body."""
+    kind = LingeringResponse if sending or isinstance(error, BodyTooLarge) else JSONResponse
     return kind(error_body(error), error.status, headers={**error_headers(error), **(headers or {})})
 
 

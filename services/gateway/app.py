@@ -23,9 +23,11 @@ from starlette.requests import ClientDisconnect
 
 from services.gateway.answers import SessionResponse, error_response, internal_response, json_response
 from services.gateway.auth import key_hash
+from services.gateway.batches import Batches
 from services.gateway.body import read_body
 from services.gateway.console_files import ConsoleFiles
 from services.gateway.errors import http_body
+from services.gateway.files import Files
 from services.gateway.observe import Observer
 from services.gateway.service import GatewayService
 from shared.contracts.errors import BatonError, Cancelled
@@ -63,6 +65,8 @@ class Door:
     def __init__(self, service: GatewayService) -> None:
         self._service = service
         self._started = int(time.time())
+        self.files = Files(service)
+        self.batches = Batches(service)
         self.observer = Observer(service)
 
     # ------------------------------------------------------------------------------------------ generation
@@ -201,6 +205,8 @@ def build_app(door: Door) -> FastAPI:
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/health", door.health, methods=["GET"])
     app.add_api_route("/ready", door.ready, methods=["GET"])
+    door.files.add_to(app)
+    door.batches.add_to(app)
     door.observer.add_to(app)
     ConsoleFiles().add_to(app)
     app.add_exception_handler(BatonError, _on_baton_error)

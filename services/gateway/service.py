@@ -9,6 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from opentelemetry.trace import Span
 
 from services.gateway.auth import IdentityCache
@@ -114,6 +115,10 @@ class GatewayService:
             max_tokens=plan.sampling.max_tokens,
         )
         return await self.ingress.open(plan, subjects.POLICY_ADMIT, admit, span=span, arrived=arrived)
+
+    async def ask(self, subject: str, message: msgspec.Struct, reply_type: Any) -> Any:
+        """Ask another service. Raises what it raises, or Unavailable when it does not answer."""
+        return await self._bus.request(subject, message, reply_type, timeout_s=self.config.ingress.hop_timeout_s)
 
     async def _ask_identity(self, key_hash: bytes) -> Any:
         ask = Authenticate(key_hash=key_hash)

@@ -14,5 +14,6 @@ class GatewayConfig:
     ingress: IngressConfig
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
+    max_file_bytes: int = 200 * 1024 * 1024
     probe_key: str = ""
     """API key of the gateway's own one-token request; empty: readiness does not wait for a token."""

@@ -53,6 +53,7 @@ class FileClose(Message, frozen=True, kw_only=True):
     tenant: TenantId
     file_id: FileId
     abort: bool = False
+    expires_after_s: int = 0  # from its creation, where it became known only after the content; 0 = as opened
 
 
 class FileGet(Message, frozen=True, kw_only=True):

@@ -48,6 +48,11 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return request
 
 
+def parse_as(model: type[Model], body: bytes) -> Model:
+    """A body that is a JSON object, as `model`. Raises InvalidInput naming the field."""
+    return _validated(model, _json_object(body))
+
+
 def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidInput("stream_options is only allowed when stream is true", param="stream_options")

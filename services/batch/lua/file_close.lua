@@ -1,6 +1,6 @@
 -- An upload becomes a file.
 -- KEYS: file, uploads, files (sorted set: id by serial), files of its purpose, expiry (sorted set: id by expiry), serial
--- ARGV: file id, expiry (s; 0 = none)
+-- ARGV: file id, expiry (s; 0 = none), sealed meta
 -- Returns 1, or 0 when there is no such upload. Safe to repeat.
 local state = redis.call('HGET', KEYS[1], 'state')
 if state == 'ready' then
@@ -10,7 +10,7 @@ if state ~= 'uploading' then
   return 0
 end
 local serial = redis.call('INCR', KEYS[6])
-redis.call('HSET', KEYS[1], 'state', 'ready')
+redis.call('HSET', KEYS[1], 'state', 'ready', 'meta', ARGV[3])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('ZADD', KEYS[3], serial, ARGV[1])
 redis.call('ZADD', KEYS[4], serial, ARGV[1])

@@ -1,0 +1,223 @@
+"""`/v1/files`: uploads go to the batch service as they come, chunk by chunk, and contents come from there likewise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+
+from services.gateway.answers import error_response, json_response
+from services.gateway.auth import key_hash
+from services.gateway.query import query
+from services.gateway.service import GatewayService
+from services.gateway.upload import Upload
+from shared.contracts import batch_messages as b
+from shared.contracts import subjects
+from shared.contracts.errors import BatonError, BodyTooLarge, Cancelled, Internal, InvalidInput
+from shared.contracts.ids import FileId, TenantId
+from shared.contracts.messages import Identity
+
+FORM_BYTES = 64 * 1024
+"""What a form may take beside its file."""
+MAX_PAGE = 10_000
+
+
+class Files:
+    """Handlers of the routes under `/v1/files`."""
+
+    def __init__(self, service: GatewayService) -> None:
+        self._service = service
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.add_api_route("/v1/files", self.create, methods=["POST"])
+        app.add_api_route("/v1/files", self.list, methods=["GET"])
+        app.add_api_route("/v1/files/{file_id}", self.get, methods=["GET"])
+        app.add_api_route("/v1/files/{file_id}", self.delete, methods=["DELETE"])
+        app.add_api_route("/v1/files/{file_id}/content", self.content, methods=["GET"])
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/files: a form of `file`, `purpose` and perhaps `expires_after[anchor|seconds]`, in any order."""
+        try:
+            return json_response(file_body(await self._create(request)))
+        except ClientDisconnect:
+            return Response(status_code=Cancelled.status)
+        except BatonError as error:
+            return error_response(error, {"connection": "close"}, sending=True)
+
+    async def _create(self, request: Request) -> b.FileInfo:
+        self._service.ingress.require_open()
+        tenant = (await self._identity(request)).tenant
+        limit = self._service.config.max_file_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > limit + FORM_BYTES):
+            raise BodyTooLarge(f"a file has at most {limit} bytes", param="file")
+        upload = Upload(request.headers.get("content-type", ""), limit)
+        sender = _Sender(self._service, tenant, upload)
+        try:
+            async for data in self._body(request):
+                upload.feed(data)
+                await sender.go_on()
+            upload.finish()
+            return await sender.close()
+        except BaseException:
+            await asyncio.shield(sender.abort())
+            raise
+
+    async def list(self, request: Request) -> Response:
+        """GET /v1/files: after, limit, order (asc | desc), purpose."""
+        identity = await self._identity(request)
+        asked = query(request, limit=(MAX_PAGE, MAX_PAGE), order=("desc", "asc"), after=None, purpose=None)
+        files: list[b.FileInfo] = []
+        after, more = asked["after"], True
+        while more and len(files) < asked["limit"]:
+            page: b.FilePage = await self._ask(
+                b.FileList(
+                    tenant=identity.tenant,
+                    purpose=asked["purpose"],
+                    after=after,
+                    limit=asked["limit"] - len(files),
+                    ascending=asked["order"] == "asc",
+                )
+            )
+            files += page.files
+            more, after = page.has_more, page.files[-1].file_id if page.files else ""
+        return json_response(list_body([file_body(info) for info in files], more))
+
+    async def get(self, request: Request, file_id: str) -> Response:
+        """GET /v1/files/{id}"""
+        identity = await self._identity(request)
+        return json_response(file_body(await self._ask(b.FileGet(tenant=identity.tenant, file_id=FileId(file_id)))))
+
+    async def delete(self, request: Request, file_id: str) -> Response:
+        """DELETE /v1/files/{id}"""
+        identity = await self._identity(request)
+        await self._ask(b.FileDelete(tenant=identity.tenant, file_id=FileId(file_id)))
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request, file_id: str) -> Response:
+        """GET /v1/files/{id}/content. The first chunk is here before the status is sent."""
+        identity = await self._identity(request)
+        first = await self._read(identity.tenant, file_id, 0)
+        headers = {"content-length": str(first.num_bytes), "cache-control": "no-store"}
+        chunks = self._chunks(identity.tenant, file_id, first)
+        return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
+
+    async def _chunks(self, tenant: TenantId, file_id: str, first: b.FileBytes) -> AsyncIterator[bytes]:
+        part, offset = first, 0
+        while True:
+            yield part.data
+            offset += len(part.data)
+            if offset >= first.num_bytes:
+                return
+            part = await self._read(tenant, file_id, offset)
+            if not part.data:
+                raise Internal(f"file {file_id} ends at {offset}, before its end")
+
+    async def _read(self, tenant: TenantId, file_id: str, offset: int) -> b.FileBytes:
+        found: b.FileBytes = await self._ask(b.FileRead(tenant=tenant, file_id=FileId(file_id), offset=offset))
+        return found
+
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        pieces = request.stream().__aiter__()
+        pause_s = self._service.config.body_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(pause_s):
+                    piece = await anext(pieces, None)
+            except TimeoutError as exc:
+                raise InvalidInput(f"nothing came for {pause_s:g} s", code="request_timeout") from exc
+            if piece is None:
+                return
+            yield piece
+
+    async def _identity(self, request: Request) -> Identity:
+        return await self._service.authenticate(key_hash(request.headers))
+
+    async def _ask(self, message: b.FileRequest) -> Any:
+        return await self._service.ask(subjects.BATCH_FILES, message, b.FileReply)
+
+
+class _Sender:
+    """Sends an upload's bytes on in full chunks."""
+
+    def __init__(self, service: GatewayService, tenant: TenantId, upload: Upload) -> None:
+        self._service = service
+        self._tenant = tenant
+        self._upload = upload
+        self._file_id = FileId("")
+        self._sent = 0
+        self._closed = False
+
+    async def go_on(self) -> None:
+        """Send what is a full chunk by now. A wrong purpose ends it before the first one."""
+        upload = self._upload
+        upload.check_purpose()
+        if not upload.begun:
+            return
+        await self._open()
+        while upload.waiting >= b.FILE_CHUNK_BYTES:
+            await self._append(upload.take(b.FILE_CHUNK_BYTES))
+
+    async def close(self) -> b.FileInfo:
+        """Send the rest; the file's record."""
+        await self._open()
+        if self._upload.waiting:
+            await self._append(self._upload.take(b.FILE_CHUNK_BYTES))
+        expires_after_s = self._upload.expires_after_s()
+        info: b.FileInfo = await self._ask(
+            b.FileClose(tenant=self._tenant, file_id=self._file_id, expires_after_s=expires_after_s)
+        )
+        self._closed = True
+        return info
+
+    async def abort(self) -> None:
+        """Give the upload up, if it has begun and not ended; what is left of it when nobody answers is swept later."""
+        if self._file_id and not self._closed:
+            with suppress(BatonError):
+                await self._ask(b.FileClose(tenant=self._tenant, file_id=self._file_id, abort=True))
+
+    async def _open(self) -> None:
+        if not self._file_id:
+            message = b.FileOpen(tenant=self._tenant, filename=self._upload.filename, purpose="batch")
+            opened: b.FileOpened = await self._ask(message)
+            self._file_id = opened.file_id
+
+    async def _append(self, data: bytes) -> None:
+        message = b.FileAppend(tenant=self._tenant, file_id=self._file_id, number=self._sent, data=data)
+        await self._ask(message)
+        self._sent += 1
+
+    async def _ask(self, message: b.FileRequest) -> Any:
+        return await self._service.ask(subjects.BATCH_FILES, message, b.FileReply)
+
+
+def file_body(info: b.FileInfo) -> dict[str, Any]:
+    """A file in OpenAI's form."""
+    return {
+        "id": info.file_id,
+        "object": "file",
+        "bytes": info.num_bytes,
+        "created_at": info.created_s,
+        "expires_at": info.expires_s or None,
+        "filename": info.filename,
+        "purpose": info.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def list_body(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """A page in OpenAI's form."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }
