@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -104,10 +105,13 @@ async def test_refusals_and_prefix_hits(tmp_path: Path) -> None:
         assert metrics.value(names.RESERVATIONS_REFUSED, reason="never_fits") == 1
         # Given a block that is tagged, the next prompt finds it
         tags = (GroupTags(0, tuple(BlockTag(bytes([i]) * 16) for i in range(7))),)
-        for request in ("req-c", "req-d"):
-            await c.driver.reserve(c.decode_id, PROMPT, a=attempt(request), tags=tags)
-            await c.driver.final(request)
-            await c.driver.idle([c.decode_id])
+        await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-c"), tags=tags)
+        await c.driver.final("req-c")
+        for _ in range(200):
+            if (await c.decode.shell.call(lambda batcher: batcher.pool.counts))[0].cached == 7:
+                break
+            await asyncio.sleep(0.01)
+        await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-d"), tags=tags)
         assert metrics.value(names.PREFIX_QUERIES) == 60
         assert metrics.value(names.PREFIX_HITS) == 28
 
