@@ -35,6 +35,7 @@ from shared.ingress.answer import whole_answer
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.failed_span import end_failed
 from shared.ingress.ingress import Ingress
+from shared.ingress.request_metrics import count_refused
 from shared.ingress.session import Session, SessionHooks
 from shared.ingress.settlement import publish_settlement, unbilled
 from shared.telemetry import attributes as a
@@ -151,6 +152,7 @@ class ItemRun:
             if not isinstance(exc, BatonError):
                 log.exception("item %d of %s could not be begun", self.item.number, self.item.batch_id)
             error = as_baton_error(exc)
+            count_refused(self._tools.ingress.metrics, error)
             end_failed(span, error)
             await self._failed(error, None)
             return
