@@ -277,9 +277,9 @@ async def test_op64_secrets_and_content(stack: Observed) -> None:
 # ---------------------------------------------------------------------------------------------- OP-65
 
 
-@pytest.mark.parametrize("requests", [1125, pytest.param(4500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [900, pytest.param(4500, marks=pytest.mark.long)])
 async def test_op65_label_explosion(stack: Observed, requests: int) -> None:
-    """2,000 models, 2,000 paths and 500 users in the long run; a quarter of them in every run."""
+    """2,000 models, 2,000 paths and 500 users in the long run; a fifth of them in every run."""
     rng = random.Random(65)
 
     def strange() -> str:
@@ -429,17 +429,9 @@ async def test_every_process_shows_what_the_table_says(stack: Observed) -> None:
     services = {name: name.removesuffix("-1") for name in shown}
     assert set(services.values()) >= {"gateway", "batch", *SERVICES}
     for process, service in services.items():
-        wanted = {metric.name for metric in names.of_service(service) if "tenant" not in metric.labels}
-        found = {
-            line.split()[2].removesuffix("_total") for line in shown[process].splitlines() if line[:7] == "# TYPE "
-        }
-        assert {name.removesuffix("_total") for name in wanted} <= found, process
-        assert not [
-            name
-            for name in found - wanted
-            if name.startswith(("vllm:", "baton_"))
-            and name not in {metric.name.removesuffix("_total") for metric in names.of_service(service)}
-        ]
+        wanted = {metric.exposed for metric in names.of_service(service) if "tenant" not in metric.labels}
+        found = {line.split()[2] for line in shown[process].splitlines() if line.startswith("# TYPE ")}
+        assert {name for name in found if name.startswith(("vllm:", "baton_"))} == wanted, process
     # what a request leaves behind in each of them
     for process, metric in (
         ("policy", names.ADMISSIONS),

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
 
+from services.cli.status import metrics_urls
+from services.cli.topology import metrics_ports
 from shared.contracts.errors import SettingsError
+from shared.lifecycle.ready import report_ready
+from shared.settings.sections import MetricsSettings, Settings
 from shared.telemetry import metrics_server
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.metrics_server import metrics_url, serve_metrics
@@ -75,3 +80,29 @@ async def test_a_successor_may_have_the_same_port_for_a_while() -> None:
     async with serve_metrics(METRICS, "127.0.0.1", free), serve_metrics(METRICS, "127.0.0.1", free) as port:
         assert port == free
         assert (await raw(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_processes_of_one_machine_count_on_from_a_port_that_is_set() -> None:
+    assert set(metrics_ports(Settings()).values()) == {0}
+    ports = metrics_ports(Settings(metrics=MetricsSettings(port=9600)))
+    assert sorted(ports.values()) == list(range(9600, 9600 + len(ports)))
+    with pytest.raises(SettingsError, match=r"metrics\.port = 65533"):
+        metrics_ports(Settings(metrics=MetricsSettings(port=65533)))
+
+
+def test_status_finds_the_addresses_where_processes_told_them(tmp_path: Path) -> None:
+    for name, url in (("gateway", "http://127.0.0.1:1/metrics"), ("policy", "")):
+        report_ready({"BATON_READY_FILE": str(tmp_path / f"{name}.ready")}, metrics_url=url)
+    assert metrics_urls(tmp_path) == {"gateway": "http://127.0.0.1:1/metrics"}
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:5/metrics"),
+        ("0.0.0.0", "http://127.0.0.1:5/metrics"),
+        ("::", "http://[::1]:5/metrics"),
+    ],
+)
+def test_addresses(host: str, url: str) -> None:
+    assert metrics_url(host, 5) == url
