@@ -160,8 +160,7 @@ def _request(span: _Span) -> Iterator[str]:
         answered = f", answered with HTTP {http}" if http >= _HTTP_FAULT else ""
         yield f"failed: {_explained(status)}{answered}"
     if span.number(a.EPOCH) > 1:
-        resumed = span.number(a.EPOCH) - 1
-        yield f"resumed {count(resumed, 'time')} on another worker; committed tokens were kept"
+        yield f"attempt {span.number(a.EPOCH)}: an earlier one was lost; its committed tokens were kept"
     if span.has(a.TTFT_S):
         prompt = count(span.number(a.PROMPT_TOKENS), "prompt token")
         ttft, cached = seconds(span.seconds(a.TTFT_S)), span.number(a.CACHED_TOKENS)
@@ -208,7 +207,7 @@ def _place(span: _Span) -> Iterator[str]:
         held = f"holds {count(matched, 'token')} of the prompt" if matched else "holds nothing of the prompt"
         yield f"{span.text(a.DECODE_WORKER)} {held}; chosen from {count(span.number(a.CANDIDATES), 'worker')} with room"
         if span.number(a.EPOCH) > 1:
-            yield f"attempt {span.number(a.EPOCH)}: an earlier worker was lost"
+            yield f"attempt {span.number(a.EPOCH)}: an earlier one was lost"
     elif outcome == "requeued":
         yield f"back in the queue: {_explained(reason)}"
     elif outcome:
@@ -291,6 +290,9 @@ _SAY: dict[str, Callable[[_Span], Iterator[str]]] = {
     "gateway.request": _request,
     "gateway.tokenize": _tokenize,
     "gateway.stream": _stream,
+    "batch.item": _request,
+    "batch.tokenize": _tokenize,
+    "batch.stream": _stream,
     "policy.admit": _admit,
     "policy.settle": _settle,
     "scheduler.submit": _submit,

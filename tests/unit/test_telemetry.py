@@ -113,7 +113,7 @@ def test_a_tenant_finds_its_own_traces_only() -> None:
     assert buffer.get(unknown)[0].name == "policy.admit"
 
 
-def test_only_the_gateway_says_whose_a_trace_is() -> None:
+def test_only_who_took_a_request_says_whose_its_trace_is() -> None:
     # Given another service's span that calls itself the root
     buffer = TraceBuffer()
     forged = SpanRecord("f" * 32, "1", "", ROOT, "decode", 1, 2, "", {a.TENANT: "b", a.REQUEST_ID: "req-ff"})
@@ -122,6 +122,10 @@ def test_only_the_gateway_says_whose_a_trace_is() -> None:
     assert buffer.recent() == []
     assert buffer.get("f" * 32, "b") == []
     assert buffer.get("req-ff") == []
+    # But an item of a batch is a request, by the batch service's word
+    item = SpanRecord("e" * 32, "1", "", "batch.item", "batch", 1, 2, "", {a.TENANT: "b", a.REQUEST_ID: "req-ee"})
+    buffer.add([item])
+    assert [s.request_id for s in buffer.recent(tenant="b")] == ["req-ee"]
 
 
 def test_a_summary_takes_the_path_from_whoever_knows_it() -> None:
