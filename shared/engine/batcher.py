@@ -184,6 +184,11 @@ class Batcher:
             condemn(self.pool, seq)
         return self._end_from_outside(seq, CANCELLED)
 
+    def preempt(self, seq_id: str) -> bool:
+        """Take the blocks of a sequence that samples; it goes on by itself when there is room. False: not now."""
+        seq = self._sequences.get(seq_id)
+        return seq is not None and self._room.take_from(seq)
+
     def pin(self, seq_id: str) -> bool:
         """Keep the blocks although the sequence may end: something outside the steps writes or reads them."""
         seq = self._sequences.get(seq_id)

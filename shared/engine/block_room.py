@@ -86,7 +86,7 @@ class BlockRoom:
                 victim = newest_of_lowest(h for h in idle if not (h.started or h.pinned))
                 if victim is None:
                     return
-                self._take_from(self._sequences[victim.seq_id])
+                self.take_from(self._sequences[victim.seq_id])
 
     def _returns(self, seq: Sequence) -> bool:
         needed = blocks.to_begin(self._pool, seq.spec, len(seq.tokens))
@@ -107,14 +107,18 @@ class BlockRoom:
             victim = choose_victim(seq.spec.seq_id, self._holders(allowed))
             if victim is None:
                 return False
-            self._take_from(self._sequences[victim])
+            self.take_from(self._sequences[victim])
             if victim == seq.spec.seq_id:
                 return False
         return True
 
-    def _take_from(self, seq: Sequence) -> None:
+    def take_from(self, seq: Sequence) -> bool:
+        """Preempt a sequence: now, or when its steps in flight have ended. False: it has nothing that can be taken."""
+        if seq.pins or not _holds_for_itself(seq):
+            return False
         seq.leaving = True
         self.let_go(seq)
+        return True
 
     def let_go(self, seq: Sequence) -> bool:
         """Take back what a sequence holds if it has ended or leaves, and no step in flight names it. True: it is over.
@@ -159,8 +163,13 @@ class BlockRoom:
                 can_run=may_run(seq, allowed) and not seq.awaiting_kv,
             )
             for seq in self._sequences.values()
-            if not (seq.finish or seq.leaving or seq.preempted or seq.spec.compute_only)
+            if _holds_for_itself(seq)
         ]
+
+
+def _holds_for_itself(seq: Sequence) -> bool:
+    """True when a live sequence holds blocks that no peer knows of."""
+    return not (seq.finish or seq.leaving or seq.preempted or seq.spec.compute_only)
 
 
 def urgency(seq: Sequence) -> tuple[int, int]:

@@ -5,6 +5,10 @@
     chunk     16 or 512: most tokens of one sequence in a step
     path      local                                   handed_off: a second pool computes all but the last prompt token
     depth     0 or 1: steps planned while one is in flight
+    mode      continuous                              static, dynamic: whole batches, one after the other
+              preempted: blocks are taken at seeded moments, in prompts and outputs, with steps in flight
+
+The first five columns make 32 cells of continuous batching; the other modes run in some of those that are batched.
 
 Uses the real batcher, pools and model runner in one process. Pools are filled with NaN first, so that a slot read
 before it is written shows. Rows are kept as XXH3-128 digests of their float32 bytes: equal digests mean equal bits.
@@ -14,7 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import random
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +36,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.ids import BlockTag, Dispatch, Epoch, RequestId, TenantId, WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.batching_policy import BATCHING, Batching
 from shared.engine.engine import Engine
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
@@ -43,7 +51,13 @@ from shared.model.decoder import Decoder
 BLOCK_SIZE = 32
 BATCH = 16
 TOKEN_BUDGET = 512
+BATCH_SIZE = 5  # of static and dynamic batches: not a divisor of 16, so that the last is not full
+WINDOW_S = 1.0
+PREEMPTIONS = 3
+"""How often each sequence of a preempted cell loses its blocks at most."""
 _SPARE_BLOCKS = 40
+_PLAN_S = 0.25
+"""Time that passes between two plans."""
 
 Rows = dict[tuple[int, int], bytes]
 """(prompt, absolute position of the row) → digest of its logits."""
@@ -58,9 +72,15 @@ class Cell:
     chunk: int  # 16 | 512
     path: str  # local | handed_off
     depth: int  # 0 | 1
+    mode: str = "continuous"  # continuous | preempted | static | dynamic
 
     def __str__(self) -> str:
-        return f"{self.company}-{self.cache}-{self.chunk}-{self.path}-{self.depth}"
+        name = f"{self.company}-{self.cache}-{self.chunk}-{self.path}-{self.depth}"
+        return name if self.mode == "continuous" else f"{name}-{self.mode}"
+
+    @property
+    def batching(self) -> Batching:
+        return next((name for name in BATCHING if name == self.mode), "continuous")
 
 
 ORACLE = Cell("alone", "cold", 512, "local", 0)
@@ -79,6 +99,17 @@ PAIRWISE = (
     Cell("batched", "warm", 16, "handed_off", 0),
 )
 """With the oracle: every pair of values of two columns occurs together."""
+_IN_MODES = (
+    ("cold", 512, "local", 1),
+    ("cold", 16, "handed_off", 1),
+    ("warm", 512, "handed_off", 0),
+    ("warm", 16, "local", 0),
+)
+MODES = tuple(
+    Cell("batched", cache, chunk, path, depth, mode)
+    for mode in ("preempted", "static", "dynamic")
+    for cache, chunk, path, depth in _IN_MODES
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +131,9 @@ class CellResult:
     computed_tokens: int = 0  # positions given to the measured sequences' steps, without the other pool's
     cached_tokens: int = 0
     received_tokens: int = 0
+    wasted_tokens: int = 0
+    preemptions: int = 0
+    rows_again: int = 0  # rows computed a second time, with the same bits
     steps: int = 0
     widest_step: int = 0  # most sequences in one step
 
@@ -131,25 +165,35 @@ def tags_of(token_ids: Sequence[int]) -> tuple[BlockTag, ...]:
 class Worker:
     """One pool with its batcher and runner, and the loop that the engine's two threads amount to."""
 
-    def __init__(self, model: Decoder, pool: Pool, config: BatcherConfig, *, every_row: bool) -> None:
+    def __init__(
+        self, model: Decoder, pool: Pool, config: BatcherConfig, *, every_row: bool, preempting: bool = False
+    ) -> None:
         self.pool = pool
         self.batcher = Batcher(pool.layout, config)
         self.result = CellResult()
         self._runner = ModelRunner(model, pool, self._record)
         self._every_row = every_row
+        self._now = 0.0
+        self._moments = random.Random(0) if preempting else None
+        self._taken: Counter[str] = Counter()
 
     def drain(self) -> list[SequenceUpdate]:
         """Keep depth + 1 steps in flight until nothing runs."""
         updates = self.batcher.take_updates()
         flying: list[StepPlan] = []
+        last: StepPlan | None = None
         while True:
             self._zero()
-            while (plan := self.batcher.plan()) is not None:
+            self._preempt(sorted({row.seq_id for plan in (*flying, last) if plan for row in plan.sequences}))
+            while (plan := self._plan()) is not None:
                 flying.append(plan)
+            if not flying and self.batcher.wait_s(self._now) < math.inf:
+                continue  # a dynamic batch gathers
             if not flying:
                 self.batcher.check()
                 return updates
-            updates += self.batcher.commit(self.run(flying.pop(0)))
+            last = flying.pop(0)
+            updates += self.batcher.commit(self.run(last))
 
     def tag(self, updates: Sequence[SequenceUpdate], prompts: dict[str, Prompt]) -> None:
         """Make the completed blocks of prompts findable."""
@@ -158,6 +202,18 @@ class Worker:
             for block in update.completed[0]:
                 if block.position < len(tags):
                     self.batcher.tag(0, block.block_id, block.generation, tags[block.position], block.token_ids)
+
+    def _plan(self) -> StepPlan | None:
+        self._now += _PLAN_S
+        return self.batcher.plan(self._now)
+
+    def _preempt(self, seq_ids: Sequence[str]) -> None:
+        """Now and then take the blocks of some of the sequences that ran last, some of which have a step in flight."""
+        if self._moments is None or self._moments.random() < 0.2:
+            return
+        for seq_id in self._moments.sample(seq_ids, min(3, len(seq_ids))):
+            if self._taken[seq_id] < PREEMPTIONS:
+                self._taken[seq_id] += self.batcher.preempt(seq_id)
 
     def _zero(self) -> None:
         blocks = self.batcher.take_blocks_to_zero()
@@ -186,8 +242,11 @@ class Worker:
         assert logits.dtype == torch.float32
         assert bool(torch.isfinite(logits).all()), f"{seq_id} at {position}: a logit is not finite"
         key = (int(number), position)
-        assert key not in self.result.rows, f"{seq_id}: position {position} was computed twice"
-        self.result.rows[key] = xxhash.xxh3_128(logits.contiguous().numpy().data).digest()
+        digest = xxhash.xxh3_128(logits.contiguous().numpy().data).digest()
+        if (before := self.result.rows.setdefault(key, digest)) is not digest:
+            assert self._taken[seq_id], f"{seq_id}: position {position} was computed twice"
+            assert before == digest, f"{seq_id}: position {position} came out differently the second time"
+            self.result.rows_again += 1
 
 
 def run_cell(
@@ -218,6 +277,9 @@ def run_cell(
                 worker.batcher.check()
         if prefill is not None:
             # rows the other pool computed stand in the same table: together they cover the same positions
+            both = decode.result.rows.keys() & prefill.result.rows.keys()
+            assert cell.mode == "preempted" or not both
+            assert all(decode.result.rows[key] == prefill.result.rows[key] for key in both)
             decode.result.rows |= prefill.result.rows
         return decode.result
 
@@ -283,6 +345,8 @@ def _run_group(cell: Cell, prompts: dict[int, Prompt], decode: Worker, prefill: 
             decode.result.computed_tokens += update.totals.computed_tokens
             decode.result.cached_tokens += update.totals.cached_tokens
             decode.result.received_tokens += update.totals.received_tokens
+            decode.result.wasted_tokens += update.totals.wasted_tokens
+            decode.result.preemptions += update.totals.preemptions
 
 
 def hand_off(
@@ -354,9 +418,17 @@ def _worker(
     cached = sum(len(prompt.token_ids) // BLOCK_SIZE for prompt in prompts)
     layout = PoolLayout(layer_groups(model.config, BLOCK_SIZE, dtype), (held + cached + _SPARE_BLOCKS,))
     config = BatcherConfig(
-        token_budget=TOKEN_BUDGET, max_num_seqs=BATCH, chunk_size=cell.chunk, depth=cell.depth, quantum=24
+        token_budget=TOKEN_BUDGET,
+        max_num_seqs=BATCH,
+        chunk_size=cell.chunk,
+        depth=cell.depth,
+        quantum=24,
+        batching=cell.batching,
+        batch_size=BATCH_SIZE,
+        batch_window_s=WINDOW_S,
     )
     with create_pool(folder, WorkerId(name), layout) as pool:
         for view in pool.views():
             view.fill_(float("nan"))
-        yield Worker(model, pool, config, every_row=every_row)
+        preempting = cell.mode == "preempted" and name == "decode"
+        yield Worker(model, pool, config, every_row=every_row, preempting=preempting)

@@ -20,6 +20,8 @@ from shared.model.weights import model_digest
 from tests.pipeline import equivalence
 from tests.pipeline.equivalence import (
     ALL,
+    BATCH_SIZE,
+    MODES,
     ORACLE,
     PAIRWISE,
     Cell,
@@ -52,11 +54,19 @@ def check_cell(cell: Cell, result: CellResult, oracle: CellResult, prompts: list
     assert sampled_rows(prompts) <= result.rows.keys()
     # the cell must really have been what it says
     whole = sum(len(p.token_ids) + p.sampling.max_tokens - 1 for p in prompts)
-    assert result.computed_tokens + result.cached_tokens + result.received_tokens == whole
+    needed = result.computed_tokens - result.wasted_tokens
+    assert needed + result.cached_tokens + result.received_tokens == whole
     expected_cached = sum((len(p.token_ids) - 1) // 32 * 32 for p in prompts) if cell.cache == "warm" else 0
     assert result.cached_tokens == expected_cached
     assert (result.received_tokens > 0) == (cell.path == "handed_off")
     assert (result.widest_step > 1) == (cell.company == "batched")
+    if cell.mode == "preempted":
+        assert result.preemptions >= len(prompts)
+        assert result.wasted_tokens > 0
+    else:
+        assert result.preemptions == result.wasted_tokens == 0
+    if cell.mode in ("static", "dynamic"):
+        assert result.widest_step <= BATCH_SIZE
 
 
 # ------------------------------------------------------------------------------------------ tiny model, every cell
@@ -81,11 +91,13 @@ def tiny_oracle(
     return run_cell(ORACLE, *tiny, tiny_prompts, tmp_path_factory.mktemp("kv"))
 
 
-@pytest.mark.parametrize("cell", ALL, ids=str)
+@pytest.mark.parametrize("cell", [*ALL, *MODES], ids=str)
 def test_tiny(
     cell: Cell, tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
 ) -> None:
-    check_cell(cell, run_cell(cell, *tiny, tiny_prompts, tmp_path), tiny_oracle, tiny_prompts)
+    result = run_cell(cell, *tiny, tiny_prompts, tmp_path)
+    check_cell(cell, result, tiny_oracle, tiny_prompts)
+    assert (result.rows_again > 0) == (cell.mode == "preempted")
 
 
 def test_rows_are_equal_exactly_where_the_text_is(tiny_prompts: list[Prompt], tiny_oracle: CellResult) -> None:
@@ -155,7 +167,7 @@ def test_default_model_pairwise(dtype: str, default_model_dir: Path, tmp_path: P
     model = load_decoder(default_model_dir, dtype)
     prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32)
     oracle = run_cell(ORACLE, model, dtype, prompts, tmp_path, every_row=False)
-    for cell in PAIRWISE:
+    for cell in (*PAIRWISE, *MODES[::4]):
         result = run_cell(cell, model, dtype, prompts, tmp_path, every_row=False)
         check_cell(cell, result, oracle, prompts)
 
@@ -168,13 +180,22 @@ def test_default_model_every_cell(dtype: str, default_model_dir: Path, tmp_path:
     """50 prompts x 64 tokens in every cell; about an hour on one core. Writes what docs/equivalence.md shows."""
     # the covering subset first: a run cut short has then seen every pair
     cells = tuple(dict.fromkeys((*PAIRWISE, *ALL)))
-    report_matrix(default_model_dir, dtype, 50, 64, cells, tmp_path, RESULTS)
+    report_matrix(default_model_dir, dtype, dtype, 50, 64, cells, tmp_path, RESULTS)
+
+
+@pytest.mark.long
+@pytest.mark.model
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_default_model_every_mode(dtype: str, default_model_dir: Path, tmp_path: Path) -> None:
+    """The same workload preempted, and in static and dynamic batches."""
+    report_matrix(default_model_dir, dtype, f"{dtype}-modes", 50, 64, MODES, tmp_path, RESULTS)
 
 
 def report_matrix(
-    folder: Path, dtype: str, count: int, max_tokens: int, cells: tuple[Cell, ...], pools: Path, out: Path
+    folder: Path, dtype: str, name: str, count: int, max_tokens: int, cells: tuple[Cell, ...], pools: Path, out: Path
 ) -> None:
-    """Run `cells` on a model folder, write `<dtype>.json` and `<dtype>.txt` under `out`; fails if a bit differs."""
+    """Run `cells` on a model folder, write `<name>.json` and `<name>.txt` under `out`; fails if a bit differs."""
     model = load_decoder(folder, dtype)
     head: dict[str, object] = {
         "model": folder.name,
@@ -184,7 +205,7 @@ def report_matrix(
         "threads": torch.get_num_threads(),
         "prompts": count,
         "tokens_each": max_tokens,
-        "cells_planned": len(cells),
+        "cells_planned": len({ORACLE, *cells}),
     }
     lengths = [1 + (i * 37) % 250 for i in range(count)]
     prompts = make_prompts(lengths, model.config.vocab_size, max_tokens)
@@ -203,13 +224,16 @@ def report_matrix(
                 "computed_tokens": result.computed_tokens,
                 "cached_tokens": result.cached_tokens,
                 "received_tokens": result.received_tokens,
+                "wasted_tokens": result.wasted_tokens,
+                "preemptions": result.preemptions,
+                "rows_again": result.rows_again,
                 "steps": result.steps,
                 "widest_step": result.widest_step,
                 "seconds": round(time.perf_counter() - started, 1),
             }
         )
         # after each cell and before it is judged: a run cut short, or a failing one, leaves what it found
-        write_report(out, dtype, head, records)
+        write_report(out, name, head, records)
         check_cell(cell, result, oracle, prompts)
 
 
