@@ -18,6 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from openai import OpenAI
+from openai.types import Batch
+
 from shared.contracts.subjects import SERVICES
 from tests.compose import observing
 from tests.compose.project import Project
@@ -25,6 +28,7 @@ from tests.stack.running import MODEL, until
 
 USUAL = ("nats", "redis", "policy", "prefix_cache_index", "scheduler", "gateway", "batch", "prefill", "decode")
 STREAM_TOKENS = 32
+BATCH_LINES = 12
 PROMPT_TOKENS = 600
 KV_BYTES_PER_TOKEN = 40_000
 """Less than one token's KV of the default model takes."""
@@ -95,6 +99,43 @@ def busy_decode(project: Project, count: int = 3) -> Iterator[None]:
     finally:
         for stream in running:
             stream.close()
+
+
+def batches(project: Project) -> str:
+    """A batch of chat completions by file: every line is answered once; one with a bad line is refused whole."""
+    client, began = project.openai(), time.monotonic()
+    lines = [batch_line(i) for i in range(BATCH_LINES)]
+    done = run_batch(client, lines)
+    assert done.status == "completed", done
+    assert done.request_counts is not None
+    counts = (done.request_counts.total, done.request_counts.completed, done.request_counts.failed)
+    assert counts == (BATCH_LINES, BATCH_LINES, 0), counts
+    assert done.output_file_id is not None
+    answered = [json.loads(line)["custom_id"] for line in client.files.content(done.output_file_id).text.splitlines()]
+    assert sorted(answered) == sorted(line["custom_id"] for line in lines), answered
+    took_s = time.monotonic() - began
+    refused = run_batch(client, [batch_line(0), batch_line(0)])
+    assert refused.status == "failed", refused
+    return f"{BATCH_LINES} lines answered once each in {took_s:.1f} s; a batch with a custom_id twice is refused"
+
+
+def batch_line(number: int) -> dict[str, Any]:
+    question = [{"role": "user", "content": f"What is {number} and {number}?"}]
+    body = {"model": MODEL, "max_tokens": 4, "temperature": 0, "messages": question}
+    return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def run_batch(client: OpenAI, lines: list[dict[str, Any]]) -> Batch:
+    """Upload, start, and wait for the end, whatever it is."""
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    file = client.files.create(file=("lines.jsonl", text.encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    return until(lambda: ended(client, batch.id), 300, lambda: client.batches.retrieve(batch.id))
+
+
+def ended(client: OpenAI, batch_id: str) -> Batch | None:
+    found = client.batches.retrieve(batch_id)
+    return found if found.status in ("completed", "failed", "expired", "cancelled") else None
 
 
 def scales(project: Project) -> str:
@@ -178,7 +219,7 @@ def observes(project: Project, observers: list[str]) -> str:
     return "\n           ".join(found)
 
 
-STEPS: tuple[Callable[[Project], str], ...] = (starts, streams, hands_off, scales, restarts)
+STEPS: tuple[Callable[[Project], str], ...] = (starts, streams, hands_off, batches, scales, restarts)
 
 
 def main(argv: Sequence[str]) -> int:
