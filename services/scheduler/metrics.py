@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -38,6 +39,8 @@ class SchedulerMetrics:
         self._metrics = metrics
         self._scheduler = scheduler
         self._clock = clock
+        self._table: RequestTable | None = None
+        self._refusals: Counter[str] = Counter()
         metrics.before_scrape(self.read)
 
     def placing_ended(self, effect: PlacingEnded) -> None:
@@ -70,8 +73,15 @@ class SchedulerMetrics:
         limited = table is not None and self._clock() - table.limited_s < LIMITED_S
         metrics.set(names.LIMITER, limited, limiter="admission")
         metrics.total(names.MATCH_TIMEOUTS, self._scheduler.match_timeouts)
+        self._count_refusals(table)
+
+    def _count_refusals(self, table: RequestTable | None) -> None:
+        """What came since the last look; a table lives for one term, and the next one counts from 0."""
+        if table is not self._table:
+            self._table, self._refusals = table, Counter()
         for reason, count in (table.refusals if table is not None else {}).items():
-            metrics.total(names.QUEUE_REFUSALS, count, reason=reason)
+            self._metrics.inc(names.QUEUE_REFUSALS, count - self._refusals[reason], reason=reason)
+            self._refusals[reason] = count
 
 
 def retry_reason(reason: str) -> str:

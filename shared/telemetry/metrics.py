@@ -59,6 +59,7 @@ class Metrics:
     def bind(self, **labels: str) -> None:
         """Values this process gives its open labels, such as `engine`, from now on."""
         self._bound.update(labels)
+        self._children = {}  # they were found with the values before
         self._zeroed = False
 
     def serve_models(self, models: Iterable[str]) -> None:
@@ -155,6 +156,8 @@ class Metrics:
         """Make every series there can be of closed labels: a rate needs a first value to rise from."""
         for metric in self._metrics:
             closed = {label: values for label, values in metric.labels.items() if values}
+            if "model_name" in metric.labels and self._models:
+                closed["model_name"] = self._models
             if any(label not in closed and label not in self._bound for label in metric.labels):
                 continue
             for values in itertools.product(*closed.values()):

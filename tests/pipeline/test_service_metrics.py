@@ -9,12 +9,14 @@ import pytest
 
 from services.policy.metrics import PolicyMetrics
 from services.scheduler.effects import PlacingEnded
+from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.metrics import SchedulerMetrics, retry_reason
+from services.scheduler.request_table import RequestTable
 from services.scheduler.worker_registry import LostWorker, WorkerRegistry
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import QuotaExceeded, from_wire
-from shared.contracts.ids import BlockTag, Incarnation, RequestId, TenantId, WorkerId
+from shared.contracts.ids import BlockTag, Incarnation, RequestId, TenantId, Term, WorkerId
 from shared.contracts.messages import Settle
 from shared.contracts.parts import GroupTags
 from shared.contracts.sampling import SamplingParams
@@ -143,8 +145,12 @@ class Idle:
     """A scheduler that does not lead."""
 
     match_timeouts = 3
-    table = None
+    table: RequestTable | None = None
     workers = WorkerRegistry("default", 10.0)
+
+
+class Leading(Idle):
+    """One that does, as soon as it has a table."""
 
 
 def ended(outcome: str, **attributes: str | float) -> PlacingEnded:
@@ -166,6 +172,24 @@ def test_placements_retries_and_losses() -> None:
     assert value(metrics, names.MATCH_TIMEOUTS) == 3
     # what an earlier leader placed was measured by it
     assert value(metrics, names.QUEUE_DELAY, **{"class": "batch"}) == 1
+
+
+def test_refusals_go_on_over_a_change_of_leader() -> None:
+    metrics, scheduler = Metrics("scheduler", models=["m"]), Leading()
+    SchedulerMetrics(metrics, scheduler, lambda: 100.0)
+    for term, counts in ((1, (1, 2)), (2, (5,)), (3, (0,))):
+        scheduler.table = RequestTable(
+            term=Term(term), now=0.0, registry=scheduler.workers, ingresses=IngressRegistry(10.0)
+        )
+        for count in counts:
+            scheduler.table.refusals["queue_full"] = count
+            scheduler.table.limited_s = 90.0 if count else float("-inf")
+            metrics.exposition()
+    assert metrics.value(names.QUEUE_REFUSALS, reason="queue_full") == 7
+    assert metrics.value(names.LIMITER, limiter="admission") == 0
+    scheduler.table.limited_s = 90.0
+    assert value(metrics, names.LIMITER, limiter="admission") == 1
+    assert (value(metrics, names.LEADING), value(metrics, names.TERM)) == (1, 3)
 
 
 @pytest.mark.parametrize(

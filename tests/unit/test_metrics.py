@@ -89,6 +89,19 @@ def test_what_strangers_send_adds_no_series() -> None:
     assert len(metrics._children) < 500
 
 
+def test_every_model_has_its_series_from_the_first_scrape_on() -> None:
+    found = [line for line in series(Metrics("scheduler", models=["m", "n"])) if line.startswith("baton_placed")]
+    assert found == ['baton_placed_requests{model_name="m"} 0.0', 'baton_placed_requests{model_name="n"} 0.0']
+
+
+def test_what_was_counted_before_an_engine_had_its_id_stays_apart() -> None:
+    metrics = Metrics("decode", models=["m"])
+    metrics.inc(names.GENERATION_TOKENS, 1)
+    metrics.bind(engine="decode-1")
+    metrics.inc(names.GENERATION_TOKENS, 2)
+    assert metrics.value(names.GENERATION_TOKENS) == 2
+
+
 def test_an_engine_is_known_by_its_worker_from_the_moment_it_has_one() -> None:
     metrics = Metrics("decode", models=["m"])
     assert not [line for line in series(metrics) if line.startswith("vllm:")]
