@@ -156,7 +156,7 @@ class PolicyService:
                     attr.PROMPT_TOKENS: settle.prompt_tokens,
                     attr.COMPLETION_TOKENS: settle.completion_tokens,
                     attr.CACHED_TOKENS: settle.cached_tokens,
-                    attr.RESERVED_TOKENS: grant.reserved_tokens,
+                    attr.RESERVED_TOKENS: _held(grant),
                 }
             )
 
@@ -210,7 +210,7 @@ class PolicyService:
 
     def _granted(self, grant: Grant, span: Span) -> m.Granted:
         span.set_attributes({attr.STATUS: "ok", attr.CLASS: grant.klass, attr.BUDGET_S: grant.budget_s})
-        span.set_attribute(attr.RESERVED_TOKENS, grant.reserved_tokens)
+        span.set_attribute(attr.RESERVED_TOKENS, _held(grant))
         return m.Granted(grant=self._signer.sign(grant))
 
     def _settled_grant(self, settle: m.Settle) -> Grant:
@@ -226,6 +226,11 @@ class PolicyService:
 def _in_time(delivery: Delivery) -> None:
     if delivery.remaining_s() <= 0:
         raise Unavailable(f"{delivery.subject}: budget spent", param=delivery.subject)
+
+
+def _held(grant: Grant) -> int:
+    """Tokens kept back of the tenant's limit a minute."""
+    return grant.reserved_tokens if grant.reservation_id else 0
 
 
 def _refused(span: Span, error: BatonError, never: bool = False) -> m.Refusal:

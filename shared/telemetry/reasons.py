@@ -174,10 +174,9 @@ def _tokenize(span: _Span) -> Iterator[str]:
 
 def _admit(span: _Span) -> Iterator[str]:
     if span.text(a.STATUS) == "ok":
-        yield (
-            f"admitted as {span.text(a.CLASS)}: {count(span.number(a.RESERVED_TOKENS), 'token')} reserved, "
-            f"{span.seconds(a.BUDGET_S):g} s to finish in"
-        )
+        reserved = span.number(a.RESERVED_TOKENS)  # batch work takes nothing from the limits a minute
+        held = f"{count(reserved, 'token')} reserved" if reserved else "nothing reserved"
+        yield f"admitted as {span.text(a.CLASS)}: {held}, {span.seconds(a.BUDGET_S):g} s to finish in"
     elif span.has(a.STATUS):
         yield f"refused: {_explained(span.text(a.REASON) or span.text(a.STATUS))}"
 
@@ -187,7 +186,9 @@ def _settle(span: _Span) -> Iterator[str]:
         yield "booked before; nothing was charged twice"
     elif span.text(a.STATUS) == "ok":
         used = span.number(a.PROMPT_TOKENS) + span.number(a.COMPLETION_TOKENS)
-        yield f"{used:,} of {count(span.number(a.RESERVED_TOKENS), 'reserved token')} charged"
+        reserved = span.number(a.RESERVED_TOKENS)
+        of = f"{used:,} of {count(reserved, 'reserved token')}" if reserved else count(used, "token")
+        yield f"{of} charged"
 
 
 def _submit(span: _Span) -> Iterator[str]:

@@ -50,7 +50,16 @@ PLACED = {"STATUS": "placed", "DECODE_WORKER": "decode-1", "CANDIDATES": 2, "LOC
             span("policy.admit", STATUS="rate_limit_exceeded", REASON="tokens_per_minute"),
             ("refused", "tokens a minute are used up (tokens_per_minute)"),
         ),
+        (
+            span("policy.admit", STATUS="ok", CLASS="batch", RESERVED_TOKENS=0, BUDGET_S=86400.0),
+            ("admitted as batch: nothing reserved", "86400 s"),
+        ),
         (span("policy.settle", STATUS="ok", REASON="already_booked"), ("nothing was charged twice",)),
+        (
+            span("policy.settle", STATUS="ok", PROMPT_TOKENS=20, COMPLETION_TOKENS=60, RESERVED_TOKENS=120),
+            ("80 of 120 reserved tokens charged",),
+        ),
+        (span("policy.settle", STATUS="ok", PROMPT_TOKENS=20, COMPLETION_TOKENS=60, RESERVED_TOKENS=0), ("80 tokens",)),
         (
             span("index.match", STATUS="ok", REASON="found", MATCHED_BLOCKS=2, BLOCKS=18, HOLDERS=1),
             ("2 blocks of 18", "1 worker"),
