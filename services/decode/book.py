@@ -85,6 +85,7 @@ class Book:
             if entry is None:
                 continue
             held, number = entry
+            held.choices[number].started_at = update.started_at
             if update.event:
                 changed = True
                 self._moved(held, held.choices[number], update.event)

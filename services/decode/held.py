@@ -30,6 +30,7 @@ class Choice:
     ended: str = ""  # its finish reason
     revoked: bool = False  # its blocks were taken before it began; it waits here for others
     preemptions: int = 0
+    started_at: float = 0.0  # when its first step was planned
     first_at: float = 0.0
     last_at: float = 0.0
 

@@ -136,6 +136,7 @@ def end_span(held: Held) -> None:
             a.CACHED_TOKENS: held.num_cached_tokens,
             a.PREFILL_S: max(0.0, first.first_at - ready) if first.timings.count else 0.0,
             a.DECODE_S: first.last_at - first.first_at,
+            a.WORKER_QUEUE_S: max(0.0, first.started_at - held.reserved_at) if first.started_at else 0.0,
             a.PREEMPTIONS: sum(c.preemptions for c in held.choices),
             a.FINISH: ",".join(c.ended for c in held.choices),
             **first.timings.summary(),

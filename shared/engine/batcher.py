@@ -223,7 +223,7 @@ class Batcher:
         chunks of prompts, shared out among tenants.
 
         Args:
-            now: seconds on a monotonic clock; only a dynamic batch looks at it.
+            now: seconds on a monotonic clock, for dynamic batches and for what is told of a sequence's start.
         """
         if len(self._in_flight) > self.config.depth:
             return None
@@ -233,7 +233,7 @@ class Batcher:
         decodes.sort(key=urgency)
         # Not all of these still run when their turn comes: one before may have needed their blocks.
         scheduled = [
-            seq.schedule(1) for seq in decodes if seq.num_pending_tokens == 1 and self._room.grows(seq, allowed)
+            seq.schedule(1, now) for seq in decodes if seq.num_pending_tokens == 1 and self._room.grows(seq, allowed)
         ]
         chunk_size = self.config.chunk_size or self.config.token_budget
         wants = [
@@ -242,7 +242,7 @@ class Batcher:
             if s.num_pending_tokens > 1 and may_run(s, allowed)
         ]
         shares = self._fair.share(wants, self.config.token_budget - len(scheduled))
-        scheduled += [self._sequences[seq_id].schedule(count) for seq_id, count in shares.items()]
+        scheduled += [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
         if not scheduled:
             return None
         self._last_step += 1
@@ -410,6 +410,7 @@ class Batcher:
                 totals=seq.totals() if seq.finish else None,
                 detail=detail,
                 event=event,
+                started_at=seq.started_at,
             )
         )
 

@@ -123,6 +123,7 @@ class SequenceUpdate:
     totals: Totals | None = None  # with `finish`; wall times and bytes are not the batcher's to know
     detail: str = ""  # with finish == "error": for logs
     event: str = ""  # "" | preempted | revoked | resumed
+    started_at: float = 0.0  # when its first step was planned, on the clock `Batcher.plan` is given
 
 
 @dataclass(slots=True)
@@ -141,6 +142,7 @@ class Sequence:
     num_scheduled_tokens: int = 0  # every position ever given to a step
     num_redone_tokens: int = 0  # those given to a step before, and lost by a preemption
     num_preemptions: int = 0
+    started_at: float = 0.0  # when its first step was planned
     passed_over: int = 0  # newcomers that were let in while it waited for room
     num_placeholders: int = 0  # tokens that steps in flight will sample
     steps_in_flight: int = 0
@@ -265,8 +267,10 @@ class Sequence:
         self._spared_until = len(self.tokens) + min(table.block_size for table in tables)
         self.preempted, self.passed_over = False, 0
 
-    def schedule(self, num_tokens: int) -> ScheduledSequence:
+    def schedule(self, num_tokens: int, now: float = 0.0) -> ScheduledSequence:
         """Plan the next `num_tokens` and advance; samples if they reach the end of its tokens."""
+        if not self.num_scheduled_tokens:
+            self.started_at = now
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         known = tuple(self.tokens[start:end])
         samples = num_tokens == self.num_pending_tokens and not self.spec.compute_only

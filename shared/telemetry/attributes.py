@@ -40,6 +40,8 @@ HANDED_OFF_S = "baton.estimate.handed_off_s"
 """Predicted seconds to the first token if a prefill worker does."""
 PREDICTED_TTFT_S = "baton.predicted_ttft_s"
 QUEUE_S = "baton.queue_s"
+WORKER_QUEUE_S = "baton.worker_queue_s"
+"""From the reservation at the decode worker to the planning of its first step there; KV that was awaited included."""
 QUEUE_POSITION = "baton.queue_position"
 BUDGET_S = "baton.budget_s"
 

@@ -76,6 +76,7 @@ async def test_it_is_told_on_the_trace(tmp_path: Path) -> None:
     runs = [span for span in telemetry.queue.take() if span.name == "decode.run"]
     assert sorted(span.attributes[a.PREEMPTIONS] for span in runs) == sorted(counts)
     for span in runs:
+        assert 0 < span.attributes[a.WORKER_QUEUE_S] < span.attributes[a.PREFILL_S] + 0.1
         names = [name for name, _ in span.events]
         assert names.count("preempted") == names.count("resumed") == span.attributes[a.PREEMPTIONS]
 
