@@ -31,6 +31,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         )
     cores = len(os.sched_getaffinity(0))
     return WorkerOptions(
+        samples=role == "decode",
         model_dir=Path(settings.model.path) if settings.model.path else default_model_dir(cache_dir(env)),
         kv_dir=Path(settings.kv.dir or f"/dev/shm/baton-{os.getuid()}"),
         dtype=settings.model.dtype,

@@ -21,6 +21,7 @@ from kernels.store_kv import StorePlan, plan_store, store_kv
 from shared.contracts.errors import SettingsError
 from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
+from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import ModelConfig, load_config
 from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
 from shared.model.rope_table import rope_table
@@ -76,22 +77,29 @@ class Decoder:
     """A loaded model."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, kernels: KernelChoice, tp: TensorParallel
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        kernels: KernelChoice,
+        tp: TensorParallel,
+        with_head: bool = True,
     ) -> None:
         method = Unquantized(dtype, kernels.linear)
         self.config = config
         self.dtype = dtype
         self.kernels = kernels
         self._tp = tp
-        self._embedding = weights["model.embed_tokens.weight"].to(dtype)
+        # As stored: a step looks at few rows, and those are converted then.
+        self._embedding = weights.mapped(EMBEDDING)
         self._layers = [DecoderLayer(config, weights, i, method, tp) for i in range(config.num_layers)]
         norms = ("input_layernorm", "post_attention_layernorm")
         self._norms = [
             [weights[f"model.layers.{i}.{name}.weight"].to(dtype) for name in norms] for i in range(config.num_layers)
         ]
         self._final_norm = weights["model.norm.weight"].to(dtype)
-        head = self._embedding if config.tied_embeddings else weights["lm_head.weight"]
-        self._head = Linear(method, [head], tp)
+        head = EMBEDDING if config.tied_embeddings else HEAD
+        self._head = Linear(method, [weights[head]], tp) if with_head else None
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
 
     @torch.inference_mode()
@@ -110,7 +118,7 @@ class Decoder:
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         table = self._rotary.index_select(0, batch.positions)
         eps = self.config.rms_norm_eps
-        hidden = F.embedding(batch.token_ids, self._embedding)
+        hidden = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
         update: Tensor | None = None
         for index, (layer, (attention_norm, mlp_norm)) in enumerate(zip(self._layers, self._norms, strict=True)):
             if update is None:
@@ -143,15 +151,20 @@ class Decoder:
         wanted = hidden.new_zeros(padded_rows(num_rows), hidden.shape[1])
         torch.index_select(hidden, 0, rows, out=wanted[:num_rows])
         x = rms_norm(wanted, self._final_norm, self.config.rms_norm_eps)
+        if self._head is None:
+            raise ValueError(f"{num_rows} rows of logits asked of a model loaded without its head")
         return self._head(x)[:num_rows].to(work)
 
 
-def load_decoder(folder: Path, dtype: str, kernels: str = "auto", tp: TensorParallel | None = None) -> Decoder:
+def load_decoder(
+    folder: Path, dtype: str, kernels: str = "auto", tp: TensorParallel | None = None, with_head: bool = True
+) -> Decoder:
     """Load a model folder.
 
     Args:
         dtype: compute dtype, a key of `DTYPES`; the checkpoint may hold another.
         kernels: a choice of `kernels.dispatch`.
+        with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
 
     Raises:
         SettingsError: the folder, the dtype or the choice cannot be used.
@@ -164,4 +177,4 @@ def load_decoder(folder: Path, dtype: str, kernels: str = "auto", tp: TensorPara
         raise SettingsError(str(exc), param="kernels") from exc
     config = load_config(folder)
     with Weights(folder, config) as weights:
-        return Decoder(config, weights, DTYPES[dtype], choice, tp or TensorParallel())
+        return Decoder(config, weights, DTYPES[dtype], choice, tp or TensorParallel(), with_head)

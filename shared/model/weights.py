@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import mmap
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -62,6 +65,24 @@ class Weights:
         except (SafetensorError, OSError) as exc:
             raise broken(path, exc) from exc
         return tensor
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor in the checkpoint's own dtype, mapped from its file: only rows that are looked at take memory.
+
+        Not to be written to. The mapping lives as long as the tensor.
+        """
+        stored = self[name]
+        path = self._where[name if name in self._where else HEAD]
+        try:
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                begin, _ = json.loads(file.read(size))[name if name in self._where else HEAD]["data_offsets"]
+                # private: a writable buffer, as torch asks for, of which nothing reaches the file
+                data = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, ValueError, KeyError, struct.error) as exc:
+            raise broken(path, exc) from exc
+        tensor = torch.frombuffer(data, dtype=stored.dtype, count=stored.numel(), offset=8 + size + begin)
+        return tensor.view(stored.shape)
 
     def _check_tied(self) -> None:
         if HEAD in self._where and not torch.equal(self[HEAD], self[EMBEDDING]):

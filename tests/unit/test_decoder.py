@@ -220,6 +220,12 @@ def test_chunks_change_no_bit(tiny: Path, tmp_path: Path, dtype: str) -> None:
         assert torch.equal(our_logits(model, dtype, token_ids, tmp_path, chunks), whole)
 
 
+def test_a_model_without_its_head_refuses_to_make_logits(tiny: Path, tmp_path: Path) -> None:
+    token_ids = random_tokens(20, 100, seed=3)
+    with pytest.raises(ValueError, match="without its head"):
+        our_logits(load_decoder(tiny, "float32", with_head=False), "float32", token_ids, tmp_path)
+
+
 @pytest.mark.model
 @pytest.mark.timeout(900)
 def test_default_model_float64(default_model_dir: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shared.contracts.errors import SettingsError
-from shared.model.checkpoint import HEAD
+from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import load_config
 from shared.model.folder import INDEX, SINGLE
 from shared.model.quantization import TensorParallel
@@ -41,6 +41,28 @@ def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 def open_weights(folder: Path) -> None:
     with Weights(folder, load_config(folder)):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mapped_tensor_is_the_tensor_and_writes_reach_no_file(folder: Path, dtype: torch.dtype) -> None:
+    rewrite(folder, {EMBEDDING: load_file(folder / SINGLE)[EMBEDDING].to(dtype)})
+    before = (folder / SINGLE).read_bytes()
+    with Weights(folder, load_config(folder)) as weights:
+        mapped, read = weights.mapped(EMBEDDING), weights[EMBEDDING]
+    # it outlives the files' being open
+    assert mapped.dtype == dtype
+    assert torch.equal(mapped, read)
+    mapped[0] += 1
+    assert (folder / SINGLE).read_bytes() == before
+
+
+def test_a_tied_embedding_under_the_heads_name_is_mapped(folder: Path) -> None:
+    matrix = load_file(folder / SINGLE)[EMBEDDING]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    rewrite(folder, {EMBEDDING: None, HEAD: matrix})
+    with Weights(folder, load_config(folder)) as weights:
+        assert torch.equal(weights.mapped(EMBEDDING), matrix)
 
 
 def test_reads_tensors(folder: Path) -> None:
