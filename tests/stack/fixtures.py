@@ -28,6 +28,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> 
         baton.kill_all()
 
 
+@pytest.fixture(scope="session")
+def fake_stack(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> Iterator[Baton]:
+    """Workers that make up tokens, for what no model is needed; tenants `demo`, `admin` and `other`."""
+    folder = tmp_path_factory.mktemp("fake-stack")
+    baton = Baton(folder / "state")
+    others = tenants_file(folder / "tenants.json", [("other", OTHER_KEY)])
+    try:
+        baton.up("--fake", "--set", f"policy.tenants={others}", "--set", "batch.max_lines=1000")
+        yield baton
+        baton.down()
+    finally:
+        baton.kill_all()
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Baton]:
     """A state folder of the test's own; the test starts and stops what it wants."""
