@@ -95,9 +95,10 @@ class Decoder:
         self._layers = [DecoderLayer(config, weights, i, method, tp) for i in range(config.num_layers)]
         norms = ("input_layernorm", "post_attention_layernorm")
         self._norms = [
-            [weights[f"model.layers.{i}.{name}.weight"].to(dtype) for name in norms] for i in range(config.num_layers)
+            [_copied(weights[f"model.layers.{i}.{name}.weight"], dtype) for name in norms]
+            for i in range(config.num_layers)
         ]
-        self._final_norm = weights["model.norm.weight"].to(dtype)
+        self._final_norm = _copied(weights["model.norm.weight"], dtype)
         head = EMBEDDING if config.tied_embeddings else HEAD
         self._head = Linear(method, [weights[head]], tp) if with_head else None
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
@@ -154,6 +155,11 @@ class Decoder:
         if self._head is None:
             raise ValueError(f"{num_rows} rows of logits asked of a model loaded without its head")
         return self._head(x)[:num_rows].to(work)
+
+
+def _copied(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy: the tensor as read is part of the whole file's mapping, which would stay in memory with it."""
+    return weight.to(dtype, copy=True)
 
 
 def load_decoder(

@@ -63,7 +63,7 @@ class Unquantized:
         return torch.cat([part.to(self.dtype) for part in parts]) if len(parts) > 1 else parts[0].to(self.dtype)
 
     def load_bias(self, parts: Sequence[Tensor], tp: TensorParallel) -> Tensor:
-        return self.load(parts, tp)
+        return torch.cat([part.to(self.dtype) for part in parts])
 
     def pack(self, weight: Tensor) -> LinearWeight:
         return pack(weight, self._implementation)
