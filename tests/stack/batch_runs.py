@@ -109,9 +109,7 @@ class Ledger:
     """policy's own sums of the tenant `demo`, read in Redis."""
 
     def __init__(self, stack: Baton) -> None:
-        url = _told_to_policy(stack, r"redis://[0-9.:]+/\d+")
-        password = (StateFolder(stack.folder).secrets / "redis").read_text().strip()
-        self._redis = redis.Redis.from_url(url, password=password, decode_responses=True)
+        self._redis = stack_redis(stack)
         self._before = (0, 0, 0)
         self._before = self.billed()
 
@@ -129,6 +127,13 @@ class Ledger:
                 await asyncio.sleep(PAUSE_S)
         await asyncio.sleep(2.0)
         assert self.billed()[1:] == tokens
+
+
+def stack_redis(stack: Baton) -> redis.Redis:
+    """A client of the stack's own Redis."""
+    url = _told_to_policy(stack, r"redis://[0-9.:]+/\d+")
+    password = (StateFolder(stack.folder).secrets / "redis").read_text().strip()
+    return redis.Redis.from_url(url, password=password, decode_responses=True)
 
 
 def tokens_in(lines: Sequence[dict[str, Any]]) -> tuple[int, int]:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.stack.running import OTHER_KEY, Baton, tenants_file
 
+FAKE_MAX_FILE_BYTES = 2_000_000
+
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> Iterator[Baton]:
@@ -35,7 +37,8 @@ def fake_stack(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path
     baton = Baton(folder / "state")
     others = tenants_file(folder / "tenants.json", [("other", OTHER_KEY)])
     try:
-        baton.up("--fake", "--set", f"policy.tenants={others}", "--set", "batch.max_lines=1000")
+        settings = (f"policy.tenants={others}", "batch.max_lines=1000", f"batch.max_file_bytes={FAKE_MAX_FILE_BYTES}")
+        baton.up("--fake", *(flag for setting in settings for flag in ("--set", setting)))
         yield baton
         baton.down()
     finally:
