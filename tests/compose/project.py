@@ -43,10 +43,10 @@ class Project:
 
     # ---------------------------------------------------------------------------------------- commands
 
-    def compose(self, *arguments: str, timeout_s: float = 120) -> str:
+    def compose(self, *arguments: str, timeout_s: float = 120, progress: str = "quiet") -> str:
         """Run a compose command; its standard output. Raises ComposeError."""
         profiles = [part for profile in self.profiles for part in ("--profile", profile)]
-        command = [*compose_command(), "-p", self.name, *profiles, "--progress", "quiet", *arguments]
+        command = [*compose_command(), "-p", self.name, *profiles, "--progress", progress, *arguments]
         env = os.environ | {"BATON_PORT": str(self.port)} | self.variables
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
         if done.returncode:
@@ -54,7 +54,7 @@ class Project:
         return done.stdout
 
     def build(self) -> None:
-        self.compose("build", "setup", timeout_s=BUILD_S)
+        self.compose("build", "setup", timeout_s=BUILD_S, progress="plain")
 
     def up(self, *arguments: str) -> None:
         """Start what is not running and wait until everything is healthy; then read the keys."""
