@@ -50,8 +50,9 @@ async def main(runtime: Runtime) -> None:
     redis = await stack.enter_async_context(connect_redis(settings.store.redis_url, password=password))
     models = load_models(settings, runtime.env)
     stack.callback(models.close)
+    store = BatchStore(redis, sealer, max_stored_bytes=batch.max_stored_bytes)
     await stack.enter_async_context(
-        BatchService(runtime.bus, BatchStore(redis, sealer), models, config, runtime.telemetry, runtime.metrics)
+        BatchService(runtime.bus, store, models, config, runtime.telemetry, runtime.metrics)
     )
     runtime.ready()
     await runtime.stop.wait()
