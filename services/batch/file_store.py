@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 
@@ -137,7 +138,9 @@ class FileStore:
         if purpose not in ("", PURPOSE_INPUT, PURPOSE_OUTPUT):
             return [], False
         ids, more = await page_of(self._redis, self._index(tenant, purpose), after, limit, ascending, no_such_file)
-        found = [await self._record(tenant, FileId(file_id)) for file_id in ids]
+        names = [FileId(name) for name in ids]
+        replies = await self._redis.transaction([("HGETALL", self._keys.file(tenant, name)) for name in names])
+        found = [self._opened(tenant, name, reply) for name, reply in zip(names, replies, strict=True)]
         return [file for file in found if file is not None], more
 
     async def chunk(self, tenant: TenantId, file_id: FileId, number_: int) -> bytes:
@@ -181,7 +184,10 @@ class FileStore:
     async def _record(self, tenant: TenantId, file_id: FileId) -> StoredFile | None:
         if not is_id(file_id):
             return None
-        found = pairs(await self._redis.execute("HGETALL", self._keys.file(tenant, file_id)))
+        return self._opened(tenant, file_id, await self._redis.execute("HGETALL", self._keys.file(tenant, file_id)))
+
+    def _opened(self, tenant: TenantId, file_id: FileId, reply: Any) -> StoredFile | None:
+        found = pairs(reply)
         if "meta" not in found:
             return None
         meta = self._sealer.unseal(tenant, f"file:{file_id}", found["meta"])

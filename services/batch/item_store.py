@@ -20,6 +20,9 @@ from shared.contracts.ids import BatchId, TenantId
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
 
+KEPT_S = 30 * 86400
+"""Losses and settlements nobody came back for are kept so long."""
+
 _PUT, _CLAIM, _RESULT, _END = lua("items_put"), lua("item_claim"), lua("item_result"), lua("items_end")
 
 
@@ -66,7 +69,7 @@ class ItemStore:
         arguments = (str(number), epoch, sealed, sealed_settle, int(result.ok))
         tokens = (result.prompt_tokens, result.cached_tokens, result.completion_tokens)
         listed = int(batch_id == QUEUE_BATCH)
-        code, left = await self._redis.script(_RESULT, keys, (*arguments, *tokens, listed))
+        code, left = await self._redis.script(_RESULT, keys, (*arguments, *tokens, listed, KEPT_S))
         return Put(code.decode()), int(left)
 
     async def settled(self, tenant: TenantId, batch_id: BatchId, number: int) -> None:
@@ -76,7 +79,9 @@ class ItemStore:
     async def add_lost(self, tenant: TenantId, batch_id: BatchId, number: int, times: int = 1) -> int:
         """A worker was lost while it ran the item; how often that is by now."""
         key = self._keys.job(tenant, batch_id, "lost")
-        return to_int(await self._redis.execute("HINCRBY", key, str(number), times))
+        # it may come after the batch's end, when nobody would delete it
+        commands = [("HINCRBY", key, str(number), times), ("EXPIRE", key, KEPT_S)]
+        return to_int((await self._redis.transaction(commands))[0])
 
     async def add_dead_letter(
         self, tenant: TenantId, batch_id: BatchId, number: int, custom_id: str, code: str, reason: str

@@ -82,6 +82,11 @@ class BatchRunner:
         await _end(self._driven.values())
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def driving(self) -> int:
+        """Batches this process drives."""
+        return len(self._driven)
+
     def wake(self, tenant: TenantId, batch_id: BatchId) -> None:
         """Something happened to a batch, such as its last result: look at it now, if it is driven here."""
         if (news := self._news.get((tenant, batch_id))) is not None:

@@ -300,6 +300,30 @@ async def test_one_runner_drives_a_batch_though_many_run(world: BatchWorld) -> N
     assert len(world.executor.claims) == 120
 
 
+async def test_a_runner_that_lost_its_lease_lets_go_and_another_goes_on(world: BatchWorld) -> None:
+    world.executor.deaf = True
+    job = await world.create(lines(10))
+    lease = f"{world.prefix}:{{{ANN}}}:job:{job.batch_id}:lease"
+    async with world.runner("frozen") as (runner, _):
+        await delivered(world, 10)
+        # When its lease ran out while it was frozen, and another process took it
+        await world.redis.execute("SET", lease, "another", "PX", 60_000)
+
+        async def let_go() -> bool:
+            return runner.driving == 0
+
+        await eventually(let_go)
+        # Then it does not take it back, nor end the batch
+        assert await world.redis.execute("GET", lease) == b"another"
+        for number in range(1, 11):
+            await world.store.items.put_result(ANN, job.batch_id, number, answer(number), epoch=0)
+        await asyncio.sleep(0.2)
+        assert (await world.store.jobs.get(ANN, job.batch_id)).status == "in_progress"
+        # Until the other one is gone too
+        await world.redis.execute("DEL", lease)
+        await both_files(world, await world.until(job, "completed"))
+
+
 async def test_items_the_queue_lost_are_put_there_again(world: BatchWorld) -> None:
     world.executor.deaf = True
     job = await world.create(lines(10))

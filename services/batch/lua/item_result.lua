@@ -1,7 +1,7 @@
 -- The result of an item, written once; the batch's counts change with it.
 -- KEYS: job, bodies, results, epochs, settles, tokens, tenant's enqueued tokens, finished (stream; of the standing batch)
 -- ARGV: number, epoch of the run (0 = the batch's own word), sealed result, sealed settlement or empty,
---       completed (1 | 0), prompt, cached, completion tokens, 1 if finished items are listed
+--       completed (1 | 0), prompt, cached, completion tokens, 1 if finished items are listed, life of settlements (s)
 -- Returns {code, items without result}: stored | exists | fenced | ended
 local number = ARGV[1]
 local found = redis.call('HMGET', KEYS[1], 'status', 'total', 'completed', 'failed')
@@ -20,6 +20,7 @@ redis.call('HSET', KEYS[3], number, ARGV[3])
 redis.call('HDEL', KEYS[2], number)
 if ARGV[4] ~= '' then
   redis.call('HSET', KEYS[5], number, ARGV[4])
+  redis.call('EXPIRE', KEYS[5], ARGV[10])
 end
 redis.call('HINCRBY', KEYS[1], ARGV[5] == '1' and 'completed' or 'failed', 1)
 for i, name in ipairs({'prompt_tokens', 'cached_tokens', 'completion_tokens'}) do
