@@ -50,6 +50,7 @@ class Sequence:
     lanes: list[Lane]
     lease_token: bytes
     sink: Sink | None = None
+    back_at: float | None = None  # its blocks were taken before it began; it gets others from then on
 
     @property
     def waiting(self) -> bool:
@@ -93,6 +94,7 @@ class DecodeNode(Node):
         if verdict.kind == Kind.RESTAMPED:
             return self._restamp(message, tokens, source)
         if verdict.kind == Kind.NEW:
+            self.world.count_taken_over(self, attempt)
             num_prompt, choices = message.num_prompt_tokens, len(message.sampling)
             need = num_prompt + message.sampling[0].max_tokens
             taken = self.pool.take(message.tags, tokens, need, len(tokens) - 1, choices)
@@ -113,6 +115,8 @@ class DecodeNode(Node):
                 sequence.sink = self._sink(sequence, source, hit)
             else:
                 self.table.kv_settled(attempt)
+                if self.net.chance(self.net.faults.revoked):
+                    self._revoke(sequence)
             self.live[attempt.request_id] = sequence
             self.outbox.open(attempt, message.ingress_id, choices, len(tokens) - num_prompt)
             self._wake()
@@ -140,6 +144,31 @@ class DecodeNode(Node):
             self.table.kv_settled(attempt)
         self._wake()
         return self._reserved(sequence, already_running=not goes_on)
+
+    def _revoke(self, sequence: Sequence) -> None:
+        """Its blocks go to others: it is offered back, and begins by itself when there is room again."""
+        self.net.counts["revoked"] += 1
+        for lane in sequence.lanes:
+            self.pool.give(lane.tables, lane.tokens, lane.computed)
+            lane.tables, lane.computed = tuple([] for _ in BLOCKS), 0
+        sequence.back_at = self.net.now + self.net.rng.uniform(0.0, 4.0)
+
+    def _returns(self, sequence: Sequence) -> bool:
+        """True when it has its blocks, again or still."""
+        if sequence.back_at is None:
+            return True
+        first = sequence.lanes[0]
+        need = first.num_prompt + sequence.max_tokens
+        taken = None
+        if self.net.now >= sequence.back_at:
+            taken = self.pool.take((), first.tokens, need, 0, len(sequence.lanes))
+        if taken is None:
+            return False
+        for lane, tables in zip(sequence.lanes, taken[0], strict=True):
+            lane.tables = tables
+        sequence.back_at = None
+        self.net.counts["revoked began by itself"] += 1
+        return True
 
     def cancel(self, attempt: Attempt) -> m.Cancelled:
         ended = self.table.cancel(attempt)
@@ -299,7 +328,8 @@ class DecodeNode(Node):
         self.steps += 1
         budget = TOKEN_BUDGET
         for sequence in list(self.live.values()):
-            for choice, lane in enumerate(() if sequence.waiting else sequence.lanes):
+            idle = sequence.waiting or not self._returns(sequence)
+            for choice, lane in enumerate(() if idle else sequence.lanes):
                 if not lane.done and len(lane.output) < sequence.max_tokens and budget > 0:
                     budget -= self._compute(sequence, choice, lane, budget)
                 if not lane.done and len(lane.output) >= sequence.max_tokens:
@@ -356,6 +386,7 @@ class DecodeNode(Node):
                     if not s.waiting
                 ),
                 attempts=attempts,
+                revoked=tuple(s.attempt for s in self.live.values() if s.back_at is not None),
                 step_model=MODEL,
                 numerics="n",
                 fingerprint="f",

@@ -36,12 +36,22 @@ class Faults:
     leader_pauses: int = 1  # the leader, for longer than its lease: it wakes up believing that it leads
     cuts: int = 1  # nodes that run on but hear and reach nobody for a while
     ingress_kills: int = 0
+    revoked: float = 0.15  # share of local reservations that lose their blocks before they begin
     index_faults: float = 0.2  # share of matches that say too much or too little
     until_s: float = 60.0
 
 
 NO_FAULTS = Faults(
-    drop=0.0, duplicate=0.0, late=0.0, corrupt=0.0, kills=0, pauses=0, leader_pauses=0, cuts=0, index_faults=0.0
+    drop=0.0,
+    duplicate=0.0,
+    late=0.0,
+    corrupt=0.0,
+    kills=0,
+    pauses=0,
+    leader_pauses=0,
+    cuts=0,
+    index_faults=0.0,
+    revoked=0.0,
 )
 
 

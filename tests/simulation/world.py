@@ -299,6 +299,13 @@ class World:
         node = self.ingresses[IngressId(ingress)]
         self.net.at(at_s, lambda: node.arrive(job), node)
 
+    def count_taken_over(self, node: DecodeNode, attempt: Attempt) -> None:
+        """`node` is asked for what may wait at another decode worker that has no blocks for it."""
+        for other in self.decodes.values():
+            held = other.live.get(attempt.request_id)
+            if other is not node and held is not None and held.back_at is not None and attempt.fences(held.attempt):
+                self.net.counts["revoked placed elsewhere"] += 1
+
     @property
     def resumed(self) -> int:
         """Requests that went on at another worker."""
