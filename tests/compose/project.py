@@ -50,7 +50,7 @@ class Project:
         env = os.environ | {"BATON_PORT": str(self.port)} | self.variables
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
         if done.returncode:
-            raise ComposeError(f"compose {' '.join(arguments)}: {done.stderr[-2000:] or done.stdout[-2000:]}")
+            raise ComposeError(f"compose {' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         return done.stdout
 
     def build(self) -> None:
