@@ -96,7 +96,7 @@ class Held:
     @property
     def revoked(self) -> bool:
         """True while no choice has begun and one lacks its blocks: another worker may have them free."""
-        return any(c.revoked for c in self.running) and not any(c.timings.count for c in self.choices)
+        return any(c.revoked for c in self.running) and not any(c.started_at for c in self.choices)
 
     @property
     def path(self) -> str:

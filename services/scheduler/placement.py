@@ -47,6 +47,12 @@ class WorkerView:
     def has_slot(self) -> bool:
         return self.max_sequences == 0 or self.running + self.waiting < self.max_sequences
 
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Blocks per layer group that a newcomer can have now."""
+        held_back = self.held_back or (0,) * len(self.free_blocks)
+        return tuple(free - held for free, held in zip(self.free_blocks, held_back, strict=False))
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -152,9 +158,7 @@ def fits(view: WorkerView, ask: Ask) -> bool:
     """True if the worker has a slot and blocks now."""
     if not view.has_slot or view.worker in ask.excluded:
         return False
-    held_back = view.held_back or (0,) * len(view.free_blocks)
-    free = (f - h for f, h in zip(view.free_blocks, held_back, strict=False))
-    return all(n <= f for n, f in zip(ask.blocks(view), free, strict=False))
+    return all(n <= room for n, room in zip(ask.blocks(view), view.room, strict=False))
 
 
 def could_ever(view: WorkerView, ask: Ask) -> bool:
@@ -180,7 +184,7 @@ def can_start_now(view: WorkerView, ask: Ask) -> bool:
 
 
 def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice | None:
-    """The decode worker by numerics, prefix match, then free blocks; the path by the smaller estimate.
+    """The decode worker by numerics, prefix match, then room; the path by the smaller estimate.
 
     Returns None when no decode worker has room: the request stays where it is in the queue.
     """
@@ -190,7 +194,7 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
 
     def rank(view: WorkerView) -> tuple[bool, int, int, WorkerId]:
         other = bool(ask.numerics) and view.numerics != ask.numerics
-        return other, -ask.held.get(view.worker, 0), -min(view.free_blocks, default=0), view.worker
+        return other, -ask.held.get(view.worker, 0), -min(view.room, default=0), view.worker
 
     decode = min(candidates, key=rank)
     held = min(ask.held.get(decode.worker, 0), ask.num_tokens - 1)

@@ -258,7 +258,7 @@ class Sequence:
     def return_to(self, tables: tuple[BlockTable, ...], num_shared_tokens: int) -> None:
         """Go on in new blocks, of which the first hold [0, num_shared_tokens) already."""
         if not self.started:
-            self.num_cached_tokens = num_shared_tokens
+            self.num_cached_tokens = self._furthest = num_shared_tokens
         self.tables, self.former = tables, ()
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_shared_tokens = num_shared_tokens
         self._furthest = max(self._furthest, num_shared_tokens)

@@ -106,6 +106,7 @@ def test_rank_is_numerics_then_match_then_free_blocks_then_id() -> None:
 
     assert winner(Ask(num_tokens=100), a, b, c) == "b"
     assert winner(Ask(num_tokens=100, held={WorkerId("a"): 32}), a, b, c) == "a"
+    assert winner(Ask(num_tokens=100), a, replace(b, held_back=(11,)), replace(c, held_back=(12,))) == "a"
     other = replace(c, numerics="n2")
     assert winner(Ask(num_tokens=100, held={WorkerId("a"): 32}, numerics="n2"), a, b, other) == "c"
 

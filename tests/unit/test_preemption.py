@@ -191,6 +191,22 @@ def test_reservations_that_have_not_begun_go_first_and_cost_nothing() -> None:
     assert (end.totals.preemptions, end.totals.wasted_tokens, end.totals.computed_tokens) == (0, 0, 8)
 
 
+def test_one_that_has_not_begun_counts_as_cached_what_it_finds_when_it_begins() -> None:
+    batcher = make_batcher(num_blocks=8, token_budget=9, max_num_seqs=8)
+    batcher.reserve(make_spec("first", prompt=8, max_tokens=1))
+    [tags] = tag_all(batcher, run_dry(batcher))
+    batcher.reserve(make_spec("w", prompt=9, max_tokens=1, await_kv=True, tags=(tuple(tags),)))
+    assert batcher.preempt("w")
+    assert not batcher.preempt("w")
+    assert batcher.gauges().preemptions == 0
+    batcher.forget(0, tags)
+    batcher.zeroed(batcher.take_blocks_to_zero())
+    batcher.release("w")
+    end = next(u for u in run_dry(batcher) if u.finish)
+    assert end.totals is not None
+    assert (end.totals.cached_tokens, end.totals.computed_tokens, end.totals.wasted_tokens) == (0, 9, 0)
+
+
 def test_pinned_blocks_are_never_taken_and_the_last_that_could_run_waits_for_them() -> None:
     batcher = make_batcher(num_blocks=5)
     batcher.reserve(make_spec("a", prompt=4, max_tokens=17))
