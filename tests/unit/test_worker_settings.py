@@ -1,0 +1,58 @@
+"""Settings of the engine reach the worker's batcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.contracts.errors import SettingsError
+from shared.contracts.ids import WorkerId
+from shared.engine.batcher import BatcherConfig
+from shared.engine.worker_engine import open_worker_engine
+from shared.engine.worker_settings import worker_options
+from shared.settings.load import load_settings
+
+
+def batcher_config(folder: Path, role: str, **engine: str) -> BatcherConfig:
+    """Of a fake worker with these settings, given as flags are."""
+    flags = {"workers.fake": True, "kv.dir": str(folder), "kv.pool_bytes": "65536"}
+    flags |= {f"engine.{name}": value for name, value in engine.items()}
+    settings = load_settings(flags, {}, None).settings
+    core = open_worker_engine(worker_options(settings, role, {}), WorkerId(f"{role}-1"))
+    try:
+        config: BatcherConfig = core.engine._batcher.config
+        return config
+    finally:
+        core.stop(1.0)
+
+
+def test_every_setting_of_the_step_loop_arrives(tmp_path: Path) -> None:
+    config = batcher_config(
+        tmp_path,
+        "decode",
+        token_budget="99",
+        chunk_size="17",
+        max_sequences="7",
+        depth="0",
+        batching="dynamic",
+        batch_size="5",
+        batch_window_s="0.25",
+    )
+    assert (config.token_budget, config.chunk_size, config.max_num_seqs, config.depth) == (99, 17, 7, 0)
+    assert (config.batching, config.batch_size, config.batch_window_s) == ("dynamic", 5, 0.25)
+
+
+def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path: Path) -> None:
+    config, plain = batcher_config(tmp_path, "prefill"), BatcherConfig()
+    assert config.token_budget == 512
+    assert (config.batching, config.chunk_size, config.depth) == (plain.batching, plain.chunk_size, plain.depth)
+    assert (config.batch_size, config.batch_window_s) == (plain.batch_size, plain.batch_window_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("batching", "best"), ("batch_size", "0"), ("batch_window_s", "-1"), ("chunk_size", "-1")]
+)
+def test_a_setting_that_means_nothing_is_named(tmp_path: Path, name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"engine.{name}"):
+        batcher_config(tmp_path, "decode", **{name: value})
