@@ -115,5 +115,6 @@ def _worker(beat: WorkerBeat, age_s: float) -> dict[str, Any]:
         "total_blocks": list(beat.total_blocks),
         "block_sizes": list(beat.block_sizes),
         "numerics": beat.numerics,
+        "preemptions": beat.preemptions,
         "age_s": round(age_s, 3),
     }
