@@ -125,6 +125,35 @@ def test_condemned_blocks_wait_for_the_last_reader_and_for_the_cleaner() -> None
     pool.check([0, 0])
 
 
+def test_a_block_that_was_let_go_of_is_recognized_by_its_generation() -> None:
+    pool = GroupPool(3, 2)
+    cached, shared = fill(pool, (1, 2, 3, 4))
+    (plain,) = pool.allocate(1)
+    generations = [int(pool.generation(block_id)) for block_id in (cached, shared, plain)]
+    tags = tags_of((1, 2, 3, 4), 2)
+    pool.free([cached, shared, plain])
+    pool.share([shared])
+    assert [pool.tag_at(b, g) for b, g in zip((cached, shared, plain), generations, strict=True)] == [*tags, None]
+    # all three are distrusted: the free and the cached one now, the other when its new reader lets go
+    for block_id, generation in zip((cached, shared, plain), generations, strict=True):
+        pool.condemn_given_up(block_id, generation)
+        pool.condemn_given_up(block_id, generation)
+    assert pool.match(tags, (1, 2, 3, 4)) == []
+    dirty = pool.take_dirty()
+    assert sorted(dirty) == sorted([cached, plain])
+    pool.free([shared])
+    pool.cleaned([*dirty, *pool.take_dirty()])
+    pool.check([0, 0, 0])
+    assert pool.counts.free == 3
+    # handed out again, it is another's
+    again = pool.allocate(3)
+    assert pool.tag_at(cached, generations[0]) is None
+    pool.condemn_given_up(cached, generations[0])
+    assert pool.take_dirty() == []
+    pool.free(again)
+    assert pool.counts.free == 3
+
+
 def test_events_carry_the_final_state_of_each_tag() -> None:
     pool = GroupPool(1, 2)
     blocks = fill(pool, (1, 2))
