@@ -8,6 +8,7 @@ from services.batch.intake import IntakeLimits
 from services.batch.runner_config import RunnerConfig
 from services.batch.service import BatchConfig, BatchService
 from services.batch.store import BatchStore
+from services.batch.store_limits import StoreLimits
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import IngressId, new_process_id
 from shared.ingress.config import IngressConfig
@@ -50,7 +51,7 @@ async def main(runtime: Runtime) -> None:
     redis = await stack.enter_async_context(connect_redis(settings.store.redis_url, password=password))
     models = load_models(settings, runtime.env)
     stack.callback(models.close)
-    store = BatchStore(redis, sealer, max_stored_bytes=batch.max_stored_bytes)
+    store = BatchStore(redis, sealer, limits=StoreLimits(max_stored_bytes=batch.max_stored_bytes))
     await stack.enter_async_context(
         BatchService(runtime.bus, store, models, config, runtime.telemetry, runtime.metrics)
     )

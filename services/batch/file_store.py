@@ -11,12 +11,14 @@ import msgspec
 from services.batch.keys import Keys, lua
 from services.batch.records import PURPOSE_INPUT, PURPOSE_OUTPUT, FileMeta, StoredFile
 from services.batch.redis_types import number, page_of, pairs
+from services.batch.store_limits import StoreLimits
 from shared.contracts.batch_messages import FILE_CHUNK_BYTES
 from shared.contracts.errors import BodyTooLarge, Conflict, Forbidden, NotFound
 from shared.contracts.ids import FileId, TenantId, is_id
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
 
+STORAGE_LIMIT = "storage_limit_exceeded"
 PAGE = 200
 SWEEP = 100
 """Most files one sweep of a tenant deletes, of each kind."""
@@ -34,21 +36,28 @@ def no_such_file(file_id: str) -> NotFound:
 class FileStore:
     """Uploads, files, their order and their end."""
 
-    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys, max_stored_bytes: int) -> None:
+    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys, limits: StoreLimits) -> None:
         self._redis = redis
         self._sealer = sealer
         self._keys = keys
-        self._max_stored_bytes = max_stored_bytes
+        self._limits = limits
 
     # ------------------------------------------------------------------------------------------ writing
 
     async def open(self, tenant: TenantId, meta: FileMeta, now_s: int, file_id: FileId | None = None) -> FileId:
-        """Begin an upload; one that has begun under `file_id` before goes on as it is. Returns its id."""
+        """Begin an upload; one that has begun under `file_id` before goes on as it is. Returns its id.
+
+        Raises Forbidden when the tenant has too many files; not for one whose id is given.
+        """
+        limit = 0 if file_id else self._limits.max_files
         file_id = file_id or FileId(f"file-{secrets.token_hex(16)}")
         sealed = self._seal_meta(tenant, file_id, meta)
         await self._redis.execute("SADD", self._keys.tenants, tenant)
-        keys = [self._keys.file(tenant, file_id), self._keys.of(tenant, "uploads")]
-        await self._redis.script(_OPEN, keys, (file_id, sealed, now_s))
+        keys = [self._keys.file(tenant, file_id), self._keys.of(tenant, "uploads"), self._index(tenant, "")]
+        if await self._redis.script(_OPEN, keys, (file_id, sealed, now_s, limit)) == b"full":
+            raise Forbidden(
+                f"you have {limit} files, the most there may be; delete some", param="file", code=STORAGE_LIMIT
+            )
         return file_id
 
     async def append(
@@ -71,7 +80,7 @@ class FileStore:
         sealed = self._sealer.seal(tenant, f"file:{file_id}:{chunk}", data)
         keys = [self._keys.file(tenant, file_id), self._keys.file(tenant, file_id, "data")]
         keys += [self._keys.of(tenant, "stored"), self._keys.of(tenant, "uploads")]
-        limit = self._max_stored_bytes if limited else 0
+        limit = self._limits.max_stored_bytes if limited else 0
         code, held = await self._redis.script(
             _APPEND, keys, (file_id, chunk, sealed, len(data), FILE_CHUNK_BYTES, limit, now_s)
         )
@@ -83,7 +92,7 @@ class FileStore:
             raise Forbidden(
                 f"your files would take over {limit} bytes; delete some",
                 param="file",
-                code="storage_limit_exceeded",
+                code=STORAGE_LIMIT,
             )
         return int(held)
 

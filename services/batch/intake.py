@@ -34,12 +34,17 @@ from shared.ingress.served_models import ServedModels
 log = logging.getLogger("baton.batch")
 
 DURABLE = "batch"
+TRIM_EVERY = 100
+"""After so many lines of a tenant its oldest results are looked at: more than may be kept go."""
 LOOK_S = 2.0
 """How often the list of tenants is looked at. A change is taken up once it is as old: NATS must have read its part."""
 
 _FULL = {
     "over_limit": LineFault(
         "token_limit_exceeded", "you have too many prompt tokens waiting; send this line again later"
+    ),
+    "over_storage": LineFault(
+        "storage_limit_exceeded", "you store too much: delete files, or send this line when older results are gone"
     ),
     "full": LineFault("queue_full", "you have too many lines waiting; send this line again later"),
 }
@@ -110,6 +115,8 @@ class Intake:
         except LineFault as exc:
             parsed, custom_id, fault = None, custom_id_of(line), exc
         slot = await self._store.queue.slot(tenant, delivery.stored_id, custom_id, int(self._clock()))
+        if slot.number % TRIM_EVERY == 0:
+            await self._store.queue.trim(tenant)
         if slot.duplicate:
             fault = LineFault("duplicate_custom_id", "an earlier line of yours has this custom_id too", "custom_id")
         if parsed is not None and fault is None:

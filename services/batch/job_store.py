@@ -8,16 +8,20 @@ from typing import Any
 
 import msgspec
 
-from services.batch.file_store import no_such_file
+from services.batch.file_store import STORAGE_LIMIT, no_such_file
 from services.batch.keys import Keys, lua
 from services.batch.records import Job, JobSpec
 from services.batch.redis_types import number, page_of, pairs
+from services.batch.store_limits import StoreLimits
 from shared.contracts.batch_messages import BatchError
-from shared.contracts.errors import NotFound
+from shared.contracts.errors import Forbidden, NotFound, QuotaExceeded
 from shared.contracts.ids import BatchId, FileId, TenantId, is_id
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
 
+RETRY_S = 10.0
+FORGET = 10
+"""Most records of ended batches that go at once."""
 MAX_DEAD_LETTERS = 100
 """Dead letters kept of one batch, the newest ones."""
 
@@ -41,22 +45,41 @@ def no_such_batch(batch_id: str) -> NotFound:
 class JobStore:
     """Batches of all tenants."""
 
-    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys) -> None:
+    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys, limits: StoreLimits) -> None:
         self._redis = redis
         self._sealer = sealer
         self._keys = keys
+        self._limits = limits
 
     # ------------------------------------------------------------------------------------------ records
 
     async def create(self, tenant: TenantId, spec: JobSpec, status: str) -> BatchId:
-        """A batch over a file, which cannot be deleted until it ends. Raises NotFound when the file is gone."""
+        """A batch over a file, which cannot be deleted until it ends.
+
+        Raises NotFound when the file is gone, Forbidden when the tenant's storage has no room for its lines, and
+        QuotaExceeded when the tenant has too many batches that have not ended.
+        """
         batch_id = BatchId(f"batch-{secrets.token_hex(16)}")
         sealed = self._sealer.seal(tenant, f"job:{batch_id}", msgspec.msgpack.encode(spec))
         await self._redis.execute("SADD", self._keys.tenants, tenant)
         keys = [self._keys.job(tenant, batch_id), self._keys.file(tenant, spec.input_file_id)]
-        keys += [self._keys.of(tenant, name) for name in ("jobs", "active", "serial")]
-        if not await self._redis.script(_CREATE, keys, (batch_id, sealed, status)):
+        keys += [self._keys.of(tenant, name) for name in ("jobs", "active", "serial", "stored")]
+        limits = (self._limits.max_stored_bytes, self._limits.max_unfinished)
+        code = int(await self._redis.script(_CREATE, keys, (batch_id, sealed, status, *limits)))
+        if code == 0:
             raise no_such_file(spec.input_file_id)
+        if code == -1:
+            raise Forbidden(
+                f"a batch's lines are kept until it ends; with them you would store over {limits[0]} bytes: delete "
+                "files or let batches end",
+                param="input_file_id",
+                code=STORAGE_LIMIT,
+            )
+        if code == -2:
+            raise QuotaExceeded(
+                f"you have {limits[1]} batches that have not ended, the most there may be", retry_after_s=RETRY_S
+            )
+        await self._forget_oldest(tenant)
         return batch_id
 
     async def get(self, tenant: TenantId, batch_id: BatchId) -> Job:
@@ -103,6 +126,7 @@ class JobStore:
         keys = [self._keys.job(job.tenant, job.batch_id), self._keys.of(job.tenant, "active")]
         keys += [self._keys.of(job.tenant, "enqueued"), self._keys.file(job.tenant, input_file)]
         keys += self._keys.job_parts(job.tenant, job.batch_id, "bodies", "results", "tokens", "epochs", "lost")
+        keys.append(self._keys.of(job.tenant, "stored"))
         code = await self._redis.script(_MOVE, keys, arguments)
         return {1: "", 0: "moved", -1: "over_limit"}[int(code)]
 
@@ -136,6 +160,18 @@ class JobStore:
         await self._redis.script(_LEASE_GIVE, [self._keys.job(tenant, batch_id, "lease")], (owner,))
 
     # ------------------------------------------------------------------------------------------ parts
+
+    async def _forget_oldest(self, tenant: TenantId) -> None:
+        index = self._keys.of(tenant, "jobs")
+        excess = number(await self._redis.execute("ZCARD", index)) - self._limits.max_jobs
+        if excess <= 0:
+            return
+        active = await self._redis.execute("SMEMBERS", self._keys.of(tenant, "active"))
+        oldest = await self._redis.execute("ZRANGE", index, 0, len(active) + min(excess, FORGET) - 1)
+        gone = [BatchId(name.decode()) for name in oldest if name not in active][: min(excess, FORGET)]
+        for batch_id in gone:
+            keys = [self._keys.job(tenant, batch_id), *self._keys.job_parts(tenant, batch_id, "dead", "settles")]
+            await self._redis.transaction([("UNLINK", *keys), ("ZREM", index, batch_id)])
 
     def _job(self, tenant: TenantId, batch_id: BatchId, found: Mapping[str, bytes], dead: Sequence[bytes]) -> Job:
         spec = self._sealer.unseal(tenant, f"job:{batch_id}", found["spec"])

@@ -9,6 +9,7 @@ import msgspec
 from services.batch.item_store import ItemStore
 from services.batch.keys import Keys, lua
 from services.batch.records import QUEUE_BATCH, ItemBody, JobSpec, QueueResult, QueueSlot
+from services.batch.store_limits import StoreLimits
 from shared.contracts.errors import InvalidInput
 from shared.contracts.ids import TenantId
 from shared.store.redis_store import RedisStore
@@ -23,7 +24,8 @@ _SLOT, _PUT, _TRIM = lua("queue_slot"), lua("queue_put"), lua("queue_trim")
 class QueueStore:
     """Standing batches. Claims, results and dead letters of their items are ItemStore's, under QUEUE_BATCH."""
 
-    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys) -> None:
+    def __init__(self, redis: RedisStore, sealer: Sealer, keys: Keys, limits: StoreLimits) -> None:
+        self._limits = limits
         self._redis = redis
         self._sealer = sealer
         self._keys = keys
@@ -52,16 +54,19 @@ class QueueStore:
         """Keep a line's body, once.
 
         Returns "" when it is kept, "done" when the line has a result already, "over_limit" when the tenant would have
-        more than `tokens_limit` prompt tokens waiting, "full" when more than `lines_limit` lines (0 = any number).
+        more than `tokens_limit` prompt tokens waiting, "full" when more than `lines_limit` lines (0 = any number),
+        "over_storage" when it would store too much.
         """
         keys = [self._keys.job(tenant, QUEUE_BATCH)]
         keys += self._keys.job_parts(tenant, QUEUE_BATCH, "bodies", "results", "tokens")
-        keys.append(self._keys.of(tenant, "enqueued"))
+        keys += [self._keys.of(tenant, name) for name in ("enqueued", "stored")]
         sealed = self._items.seal_body(tenant, QUEUE_BATCH, number, body)
         code = await self._redis.script(
-            _PUT, keys, (str(number), sealed, body.prompt_tokens, tokens_limit, lines_limit)
+            _PUT,
+            keys,
+            (str(number), sealed, body.prompt_tokens, tokens_limit, lines_limit, self._limits.max_stored_bytes),
         )
-        return {1: "", 0: "done", -1: "over_limit", -2: "full"}[int(code)]
+        return {1: "", 0: "done", -1: "over_limit", -2: "full", -3: "over_storage"}[int(code)]
 
     async def waiting(self, tenant: TenantId) -> int:
         """Lines of the standing batch without a result."""
@@ -84,11 +89,16 @@ class QueueStore:
         page = [QueueResult(cursor, number, found[number]) for cursor, number in listed if number in found]
         return page, len(entries) > limit
 
-    async def trim(self, tenant: TenantId, before_s: int) -> int:
-        """Remove results that finished before that time; how many went, at most TRIM."""
+    async def trim(self, tenant: TenantId, before_s: int = 0) -> int:
+        """Remove results that finished before that time, and the oldest of too many; how many went, at most TRIM."""
         keys = self._keys.job_parts(tenant, QUEUE_BATCH, "finished", "results", "origins", "ids", "refs")
         keys += self._keys.job_parts(tenant, QUEUE_BATCH, "epochs", "lost")
-        return int(await self._redis.script(_TRIM, keys, (f"{before_s * 1000}-0", TRIM)))
+        keys.append(self._keys.of(tenant, "stored"))
+        return int(
+            await self._redis.script(
+                _TRIM, keys, (f"{max(1, before_s * 1000)}-0", TRIM, self._limits.max_queue_results)
+            )
+        )
 
 
 def _hashed(custom_id: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +19,7 @@ from services.batch import job_states as states
 from services.batch.enqueue import Enqueuer
 from services.batch.job_states import Step
 from services.batch.job_writer import end_items, write_files
+from services.batch.queue_store import TRIM
 from services.batch.records import Job
 from services.batch.runner_config import RunnerConfig
 from services.batch.store import BatchStore
@@ -33,6 +35,8 @@ log = logging.getLogger("baton.batch")
 JobKey = tuple[TenantId, BatchId]
 MAX_PAUSE_S = 30.0
 VALIDATION_TRIES = 3
+VALIDATE_AT_ONCE = 2
+"""Batches of one tenant validated side by side."""
 END_S = 0.1
 
 
@@ -61,6 +65,8 @@ class BatchRunner:
         self._enqueuer = Enqueuer(store, bus, config, clock)
         self._driven: dict[JobKey, asyncio.Task[None]] = {}
         self._news: dict[JobKey, asyncio.Event] = {}
+        self._unvalidated: dict[JobKey, None] = {}
+        self._validating: Counter[TenantId] = Counter()
         self._loops: list[asyncio.Task[None]] = []
         self._scanning = asyncio.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="validate")
@@ -120,7 +126,8 @@ class BatchRunner:
         now_s = int(self._clock())
         for tenant in await self._store.jobs.tenants():
             await self._store.files.sweep(tenant, now_s)
-            await self._store.queue.trim(tenant, now_s - self._config.queue_keep_s)
+            while await self._store.queue.trim(tenant, now_s - self._config.queue_keep_s) == TRIM:
+                pass
 
     # ------------------------------------------------------------------------------------------ one batch
 
@@ -142,6 +149,7 @@ class BatchRunner:
         finally:
             self._driven.pop(key, None)
             self._news.pop(key, None)
+            self._unvalidated.pop(key, None)
             self._enqueuer.forget(key)
             with suppress(BatonError):
                 await self._store.jobs.give_lease(*key, self._owner)
@@ -157,7 +165,8 @@ class BatchRunner:
         if step is Step.NOTHING:
             return False
         if step is Step.VALIDATE:
-            await self._validate(job, failures)
+            if not await self._validated_in_turn(job, failures):
+                await self._wait(news, job)
         elif step is Step.EXPIRE_EARLY:
             await store.jobs.move(job, states.change(job.status, states.EXPIRED, now_s), ends=True)
         elif step is Step.RUN:
@@ -170,6 +179,25 @@ class BatchRunner:
         else:
             await write_files(store, job, self._clock)
             log.info("batch %s has ended: %d completed, %d failed", job.batch_id, job.completed, job.failed)
+        return True
+
+    async def _validated_in_turn(self, job: Job, failures: int) -> bool:
+        """Validate a batch; False while the tenant has enough in hand, so that many batches of one do not keep others'
+        waiting."""
+        tenant, key = job.tenant, (job.tenant, job.batch_id)
+        if self._validating[tenant] >= VALIDATE_AT_ONCE:
+            self._unvalidated[key] = None
+            return False
+        self._unvalidated.pop(key, None)
+        self._validating[tenant] += 1
+        try:
+            await self._validate(job, failures)
+        finally:
+            self._validating[tenant] -= 1
+            if not self._validating[tenant]:
+                del self._validating[tenant]
+            if (following := next((other for other in self._unvalidated if other[0] == tenant), None)) is not None:
+                self.wake(*following)
         return True
 
     async def _validate(self, job: Job, failures: int) -> None:

@@ -17,6 +17,7 @@ from services.batch.item_store import ItemStore
 from services.batch.job_store import JobStore
 from services.batch.keys import Keys
 from services.batch.queue_store import QueueStore
+from services.batch.store_limits import StoreLimits
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
 
@@ -28,15 +29,14 @@ class BatchStore:
         redis: with its append-only file on.
         sealer: of the master key.
         prefix: of every key; tests keep apart by it.
-        max_stored_bytes: most bytes of files a tenant may upload; 0 = any number. Output files count, but are
-            always written.
+        limits: of each tenant.
     """
 
     def __init__(
-        self, redis: RedisStore, sealer: Sealer, prefix: str = "baton:batch", max_stored_bytes: int = 0
+        self, redis: RedisStore, sealer: Sealer, prefix: str = "baton:batch", limits: StoreLimits | None = None
     ) -> None:
-        keys = Keys(prefix)
-        self.files = FileStore(redis, sealer, keys, max_stored_bytes)
-        self.jobs = JobStore(redis, sealer, keys)
+        keys, limits = Keys(prefix), limits or StoreLimits()
+        self.files = FileStore(redis, sealer, keys, limits)
+        self.jobs = JobStore(redis, sealer, keys, limits)
         self.items = ItemStore(redis, sealer, keys)
-        self.queue = QueueStore(redis, sealer, keys)
+        self.queue = QueueStore(redis, sealer, keys, limits)

@@ -18,6 +18,7 @@ from services.batch.records import Claim, FileMeta, ItemBody, ItemResult, Job, J
 from services.batch.runner import BatchRunner
 from services.batch.runner_config import RunnerConfig
 from services.batch.store import BatchStore
+from services.batch.store_limits import StoreLimits
 from shared.bus.bus import Delivery
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.streams import stream_name
@@ -41,7 +42,7 @@ async def batch_store(server: RedisServer, **options: int) -> AsyncIterator[tupl
     """A store, its Redis and its prefix."""
     prefix = f"test-{secrets.token_hex(4)}"
     async with connect_redis(server.url) as redis:
-        yield BatchStore(redis, Sealer(MASTER_KEY), prefix, **options), redis, prefix
+        yield BatchStore(redis, Sealer(MASTER_KEY), prefix, StoreLimits(**options)), redis, prefix
 
 
 async def upload(

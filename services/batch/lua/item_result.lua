@@ -1,5 +1,6 @@
 -- The result of an item, written once; the batch's counts change with it.
--- KEYS: job, bodies, results, epochs, settles, tokens, tenant's enqueued tokens, finished (stream; of the standing batch)
+-- KEYS: job, bodies, results, epochs, settles, tokens, tenant's enqueued tokens, finished (stream; of the standing
+--       batch), stored (tenant's bytes)
 -- ARGV: number, epoch of the run (0 = the batch's own word), sealed result, sealed settlement or empty,
 --       completed (1 | 0), prompt, cached, completion tokens, 1 if finished items are listed, life of settlements (s)
 -- Returns {code, items without result}: stored | exists | fenced | ended
@@ -15,6 +16,10 @@ if redis.call('HEXISTS', KEYS[3], number) == 1 then
 end
 if ARGV[2] ~= '0' and redis.call('HGET', KEYS[4], number) ~= ARGV[2] then
   return {'fenced', left}
+end
+if ARGV[9] == '1' then
+  -- A batch's lines are counted as a whole, when it begins and ends.
+  redis.call('INCRBY', KEYS[9], #ARGV[3] - redis.call('HSTRLEN', KEYS[2], number))
 end
 redis.call('HSET', KEYS[3], number, ARGV[3])
 redis.call('HDEL', KEYS[2], number)

@@ -1,5 +1,6 @@
 -- A batch changes its state, if it is still in the state the caller decided on.
--- KEYS: job, active, tenant's enqueued tokens, input file, bodies, results, tokens, epochs, lost
+-- KEYS: job, active, tenant's enqueued tokens, input file, bodies, results, tokens, epochs, lost,
+--       stored (tenant's bytes)
 -- ARGV: batch id, status it must have, 1 if it ends here else 0, tokens it enqueues, most enqueued tokens (0 = any),
 --       then field, value, ...
 -- Returns 1, 0 when it is in another state, -1 when its tokens are over the limit
@@ -21,6 +22,8 @@ if ARGV[3] == '1' then
   if redis.call('EXISTS', KEYS[4]) == 1 then
     redis.call('HINCRBY', KEYS[4], 'readers', -1)
   end
+  redis.call('DECRBY', KEYS[10], redis.call('HGET', KEYS[1], 'held_bytes') or '0')
+  redis.call('HDEL', KEYS[1], 'held_bytes')
   redis.call('UNLINK', KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9])
 end
 return 1

@@ -1,7 +1,14 @@
 -- Old results of the standing batch go, with everything that names them.
--- KEYS: finished (stream), results, origins, ids, refs, epochs, lost      ARGV: oldest stream id kept, most to remove
+-- KEYS: finished (stream), results, origins, ids, refs, epochs, lost, stored (tenant's bytes)
+-- ARGV: oldest stream id kept, most to remove, most kept
 -- Returns how many went
-local entries = redis.call('XRANGE', KEYS[1], '-', '(' .. ARGV[1], 'COUNT', ARGV[2])
+local most, excess = tonumber(ARGV[2]), redis.call('XLEN', KEYS[1]) - tonumber(ARGV[3])
+local entries
+if excess > 0 then
+  entries = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', math.min(most, excess))
+else
+  entries = redis.call('XRANGE', KEYS[1], '-', '(' .. ARGV[1], 'COUNT', most)
+end
 for _, entry in ipairs(entries) do
   local number = entry[2][2]
   local ref = redis.call('HGET', KEYS[5], number)
@@ -13,6 +20,7 @@ for _, entry in ipairs(entries) do
       redis.call('HDEL', KEYS[4], id)
     end
   end
+  redis.call('DECRBY', KEYS[8], redis.call('HSTRLEN', KEYS[2], number))
   for _, key in ipairs({KEYS[2], KEYS[5], KEYS[6], KEYS[7]}) do
     redis.call('HDEL', key, number)
   end
