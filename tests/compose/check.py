@@ -74,28 +74,27 @@ def hands_off(project: Project) -> str:
     A machine that is busy with other things may let the prefill worker's lease run out, and the prompt is then computed
     locally, as it should be: so it may be tried again, with the reason told.
     """
-    reasons = []
+    missed: list[str] = []
     for _ in range(HANDOFF_TRIES):
         prompt = f"Here is a list of {time.time_ns()} things. " + " ".join(f"Item {i} is blue;" for i in range(85))
         with busy_decode(project):
             answer = project.ask(prompt)
         spans = project.trace(answer, "gateway.request", "scheduler.place", "decode.run")
-        request, place = spans["gateway.request"], spans["scheduler.place"]
-        tokens, place_path = request["baton.prompt_tokens"], place["baton.path"]
+        request, place, run = spans["gateway.request"], spans["scheduler.place"], spans["decode.run"]
+        tokens = request["baton.prompt_tokens"]
         assert tokens >= PROMPT_TOKENS, tokens
-        if (place_path, spans["decode.run"]["baton.path"]) == ("handed_off", "handed_off"):
-            break
-        reasons.append(f"placed {place_path} ({place['baton.reason']}), ran {spans['decode.run']}")
-    else:
-        raise AssertionError(f"not handed off: {'; '.join(reasons)}")
-    spans = project.trace(answer, "prefill.run", "handoff.pull")
-    assert spans["handoff.pull"]["baton.bytes"] > tokens * KV_BYTES_PER_TOKEN, spans
-    assert spans["prefill.run"]["baton.computed_tokens"] == tokens - 1
-    return (
-        f"path=handed_off, {tokens} tokens, bytes={spans['handoff.pull']['baton.bytes']}; estimates "
-        f"handed_off={place['baton.estimate.handed_off_s']:.2f} s local={place['baton.estimate.local_s']:.2f} s, "
-        f"first token after {request['baton.ttft_s']:.2f} s" + "".join(f"; before that {why}" for why in reasons)
-    )
+        told = f"path={run['baton.path']}, {tokens} tokens, estimates " + ", ".join(
+            f"{path} {place[f'baton.estimate.{path}_s']:.2f} s" for path in ("handed_off", "local")
+        )
+        if run["baton.path"] == "handed_off":
+            pulled = project.trace(answer, "prefill.run", "handoff.pull")
+            assert pulled["prefill.run"]["baton.computed_tokens"] == tokens - 1, pulled
+            num_bytes = pulled["handoff.pull"]["baton.bytes"]
+            assert num_bytes > tokens * KV_BYTES_PER_TOKEN, num_bytes
+            tries = f"; before that {missed}" if missed else ""
+            return f"{told}, bytes={num_bytes}, first token after {request['baton.ttft_s']:.2f} s{tries}"
+        missed.append(f"{told}, placed {place['baton.path']}: {place['baton.reason'] or run['baton.reason']}")
+    raise AssertionError(f"not handed off: {missed}")
 
 
 @contextmanager
