@@ -261,18 +261,29 @@ class ItemRun:
         the process stops."""
         item, items = self.item, self._tools.store.items
         encoded = b"" if settle is None else encode(settle)
+        in_doubt = False
         while True:
             try:
                 self._put, left = await items.put_result(
                     item.tenant, item.batch_id, item.number, result, epoch=self._claim.epoch, settle=encoded
                 )
+                if in_doubt and settle is not None and await self._is_ours(settle):
+                    self._put = Put.STORED
                 break
             except Unavailable:
                 if self._handing_back:
                     raise
+                in_doubt = True
                 await asyncio.sleep(STORE_PAUSE_S)
         if self._put is Put.STORED:
             await self._tools.on_result(item, result, left)
+
+    async def _is_ours(self, settle: Settle) -> bool:
+        """An earlier try may have been stored though its answer was lost: then our own settlement waits there."""
+        if self._put not in (Put.EXISTS, Put.ENDED):
+            return False
+        found = (await self._tools.store.items.claim(self.item.tenant, self.item.batch_id, self.item.number)).settle
+        return bool(found) and decode(found, Settle).attempt == settle.attempt
 
     async def _settled(self) -> None:
         item = self.item

@@ -223,6 +223,30 @@ async def test_a_run_that_was_claimed_by_another_process_stores_and_bills_nothin
         assert (put, left) == (Put.STORED, 0)
 
 
+async def test_a_result_whose_answer_was_lost_is_billed_all_the_same(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with executor_world(redis_server, backend()) as world, world.executor() as executor:
+        put, times = world.store.items.put_result, 0
+
+        async def lost_once(*args: Any, **options: Any) -> Any:
+            nonlocal times
+            done, times = await put(*args, **options), times + 1
+            if times == 1:
+                raise Unavailable("stored, but the answer did not come back")
+            return done
+
+        monkeypatch.setattr(world.store.items, "put_result", lost_once)
+        job = await world.job([chat_body()])
+        await world.enqueue(job)
+        await executor.follow()
+        result = (await world.finished(job))[1]
+        await until(lambda: world.backend.settles and not executor.running)
+        assert world.billed() == {result.request_id: (result.prompt_tokens, 5)}
+        assert len(world.results) == 1
+        assert not (await world.store.items.claim(ANN, job.batch_id, 1)).settle
+
+
 async def test_the_same_item_twice_in_one_process_runs_once(redis_server: RedisServer) -> None:
     hold = asyncio.Event()
     async with executor_world(redis_server, backend(hold=hold)) as world, world.executor() as executor:
