@@ -44,6 +44,8 @@ log = logging.getLogger("baton.batch")
 
 STORE_PAUSE_S = 0.5
 UNAVAILABLE_PAUSE_S = 2.0
+HELD_PAUSE_S = 2.0
+"""One that waits longer for capacity gives its slot up meanwhile, to another tenant or an item of another model."""
 FENCED_PAUSE_S = 30.0
 """Another process has the item now; it says so to the queue more often than this."""
 
@@ -106,6 +108,8 @@ class ItemRun:
         """Returns when the item needs nothing more. Raises Redeliver when somebody has to come back to it."""
         try:
             while not await self._turn():
+                if self._retry.pause_s > HELD_PAUSE_S and not self._ending.is_set():
+                    raise Redeliver(self._retry.pause_s)
                 self._tries += 1
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), self._retry.pause_s)

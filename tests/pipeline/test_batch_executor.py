@@ -145,6 +145,21 @@ async def test_overload_is_waited_for(redis_server: RedisServer, refusal: str) -
         assert len(set(zip((s.attempt.request_id for s in world.backend.submits), epochs, strict=True))) == len(epochs)
 
 
+async def test_who_waits_long_for_capacity_keeps_no_slot_from_others(redis_server: RedisServer) -> None:
+    busy = backend(policy_refuses=Overloaded("full", retry_after_s=20.0))
+    async with executor_world(redis_server, busy) as world, world.executor(max_running=1) as executor:
+        waiting = await world.job([chat_body()])
+        await world.enqueue(waiting)
+        await executor.follow()
+        await until(lambda: world.backend.admits)
+        world.backend.policy_refuses = None
+        other = await world.job([chat_body()], BOB)
+        await world.enqueue(other)
+        await executor.follow()
+        assert (await world.finished(other, timeout_s=10.0))[1].ok
+        assert (await world.store.jobs.get(ANN, waiting.batch_id)).finished == 0
+
+
 async def test_a_result_whose_process_died_is_settled_by_the_next(redis_server: RedisServer) -> None:
     async with executor_world(redis_server, backend()) as world:
         job = await world.job([chat_body()])
