@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,15 +17,17 @@ from services.gateway.answers import error_response, json_response
 from services.gateway.auth import key_hash
 from services.gateway.query import query
 from services.gateway.service import GatewayService
-from services.gateway.upload import Upload
+from services.gateway.upload import FORM_BYTES, Upload
 from shared.contracts import batch_messages as b
 from shared.contracts import subjects
-from shared.contracts.errors import BatonError, BodyTooLarge, Cancelled, Internal, InvalidInput
+from shared.contracts.errors import BatonError, BodyTooLarge, Cancelled, Internal, InvalidInput, QuotaExceeded
 from shared.contracts.ids import FileId, TenantId
 from shared.contracts.messages import Identity
 
-FORM_BYTES = 64 * 1024
-"""What a form may take beside its file."""
+UPLOADS_AT_ONCE = 16
+"""Uploads of one tenant at the same time, here."""
+MIN_BYTES_S = 4096
+"""An upload slower than this, over all of it and but for its first pause, is given up."""
 MAX_PAGE = 10_000
 
 
@@ -32,6 +36,7 @@ class Files:
 
     def __init__(self, service: GatewayService) -> None:
         self._service = service
+        self._uploads: Counter[TenantId] = Counter()
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -58,7 +63,10 @@ class Files:
         if declared.isdigit() and (len(declared) > 18 or int(declared) > limit + FORM_BYTES):
             raise BodyTooLarge(f"a file has at most {limit} bytes", param="file")
         upload = Upload(request.headers.get("content-type", ""), limit)
-        sender = _Sender(self._service, tenant, upload)
+        with self._counted(tenant):
+            return await self._receive(request, upload, _Sender(self._service, tenant, upload))
+
+    async def _receive(self, request: Request, upload: Upload, sender: _Sender) -> b.FileInfo:
         try:
             async for data in self._body(request):
                 upload.feed(data)
@@ -68,6 +76,18 @@ class Files:
         except BaseException:
             await asyncio.shield(sender.abort())
             raise
+
+    @contextmanager
+    def _counted(self, tenant: TenantId) -> Iterator[None]:
+        if self._uploads[tenant] >= UPLOADS_AT_ONCE:
+            raise QuotaExceeded(f"you have {UPLOADS_AT_ONCE} uploads under way", param="file", retry_after_s=1.0)
+        self._uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
+            if not self._uploads[tenant]:
+                del self._uploads[tenant]
 
     async def list(self, request: Request) -> Response:
         """GET /v1/files: after, limit, order (asc | desc), purpose."""
@@ -126,14 +146,18 @@ class Files:
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         pieces = request.stream().__aiter__()
         pause_s = self._service.config.body_timeout_s
+        size, waited_s = 0, 0.0  # time that we took ourselves is not the client's
         while True:
+            began = time.monotonic()
             try:
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(min(pause_s, pause_s + size / MIN_BYTES_S - waited_s)):
                     piece = await anext(pieces, None)
             except TimeoutError as exc:
-                raise InvalidInput(f"nothing came for {pause_s:g} s", code="request_timeout") from exc
+                raise InvalidInput(f"too little came, or nothing for {pause_s:g} s", code="request_timeout") from exc
             if piece is None:
                 return
+            waited_s += time.monotonic() - began
+            size += len(piece)
             yield piece
 
     async def _identity(self, request: Request) -> Identity:

@@ -10,6 +10,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from shared.contracts.errors import BodyTooLarge, InvalidInput
 
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+FORM_BYTES = 64 * 1024
+"""What a form may take beside its file."""
 MAX_FIELD_BYTES = 1024
 MAX_HEADER_BYTES = 2048
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
@@ -36,6 +38,7 @@ class Upload:
         self._fields: dict[str, bytearray] = {}
         self._file = bytearray()
         self._files = 0
+        self._taken = 0
         self._part = ""
         self._header, self._value, self._disposition = bytearray(), bytearray(), b""
         self._ended = False
@@ -57,8 +60,12 @@ class Upload:
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the body.
 
-        Raises InvalidInput for a broken form, naming the field; BodyTooLarge at the first byte over the limit.
+        Raises InvalidInput for a broken form, naming the field; BodyTooLarge at the first byte over the limit, also of
+        what is neither file nor field.
         """
+        self._taken += len(data)
+        if self._taken - self.num_bytes > FORM_BYTES + len(data):
+            raise BodyTooLarge(f"a form may take {FORM_BYTES} bytes beside its file")
         try:
             self._parser.write(data)
         except FormParserError as exc:
