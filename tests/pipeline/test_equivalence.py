@@ -167,7 +167,7 @@ def test_default_model_pairwise(dtype: str, default_model_dir: Path, tmp_path: P
     model = load_decoder(default_model_dir, dtype)
     prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32)
     oracle = run_cell(ORACLE, model, dtype, prompts, tmp_path, every_row=False)
-    for cell in (*PAIRWISE, *MODES[::4]):
+    for cell in (*PAIRWISE, MODES[0]):
         result = run_cell(cell, model, dtype, prompts, tmp_path, every_row=False)
         check_cell(cell, result, oracle, prompts)
 
