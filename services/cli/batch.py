@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from services.cli.batch_client import Batch, BatchClient, first_url
 from services.cli.batch_view import ENDED, details, error_lines, progress_line, table
 from services.cli.connection import add_connection_options, connection
 from shared.contracts.errors import BatonError, Conflict, InvalidInput, Unavailable
+from shared.lifecycle.plain_text import json_text
 
 POLL_S = 0.5
 VALIDATION_S = 60.0
@@ -115,9 +117,7 @@ def results(client: BatchClient, options: argparse.Namespace) -> int:
         _write(client, files, Path(options.output))
     else:
         for file_id in files:
-            for piece in client.content(file_id):
-                sys.stdout.buffer.write(piece)
-        sys.stdout.buffer.flush()
+            _to_stdout(client.content(file_id))
     counts = batch["request_counts"]
     print(f"{counts['completed']} completed, {counts['failed']} failed", file=sys.stderr)
     return 0
@@ -181,6 +181,16 @@ def _write(client: BatchClient, files: Sequence[str], path: Path) -> None:
             raise
     except OSError as exc:
         raise InvalidInput(f"{path}: {exc.strerror or exc}", param=str(path)) from exc
+
+
+def _to_stdout(pieces: Iterable[bytes]) -> None:
+    """The bytes as they are; on a terminal with nothing it would obey."""
+    if sys.stdout.isatty():
+        for text in codecs.iterdecode(pieces, "utf-8", "replace"):
+            print(json_text(text), end="")
+    else:
+        sys.stdout.buffer.writelines(pieces)
+    sys.stdout.flush()
 
 
 def _print(batch: Batch, options: argparse.Namespace, text: str) -> None:

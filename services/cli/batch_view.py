@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from shared.lifecycle.plain_text import one_line
+
 ENDED = ("completed", "failed", "expired", "cancelled")
 BAR_CHARS = 24
 SHOWN_LETTERS = 10
@@ -57,10 +59,10 @@ def details(batch: dict[str, Any], file: str = "") -> str:
     for name, key in (("output", "output_file_id"), ("errors", "error_file_id")):
         if batch[key]:
             rows.append((name, batch[key]))
-    lines = [f"{name:<9} {text}" for name, text in rows]
+    lines = [one_line(f"{name:<9} {text}") for name, text in rows]
     letters = batch.get("dead_letters", [])
     lines += [
-        f"given up  line {letter['line']} ({letter['custom_id']}): {letter['code']}, {letter['message']}"
+        one_line(f"given up  line {letter['line']} ({letter['custom_id']}): {letter['code']}, {letter['message']}")
         for letter in letters[:SHOWN_LETTERS]
     ]
     if len(letters) > SHOWN_LETTERS:
@@ -75,7 +77,7 @@ def error_lines(batch: dict[str, Any], file: str = "") -> list[str]:
         where = file or batch["input_file_id"]
         place = f"{where}:{error['line']}" if error["line"] else where
         field = f" ({error['param']})" if error["param"] else ""
-        found.append(f"{place}: {error['message']}{field}")
+        found.append(one_line(f"{place}: {error['message']}{field}"))
     return found
 
 

@@ -13,6 +13,7 @@ import httpx
 
 from services.cli.connection import Connection, add_connection_options, connection
 from shared.contracts.errors import BatonError, Unavailable
+from shared.lifecycle.plain_text import lines
 
 CONNECT_S, READ_S = 5.0, 120.0
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         target = connection(options, os.environ)
         for piece in ask(target, question, options):
-            print(piece, end="", flush=True)
+            print(lines(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         print()
     except BatonError as exc:
         print(f"\nbaton chat: {exc.message}" if sys.stdout.isatty() else f"baton chat: {exc.message}", file=sys.stderr)

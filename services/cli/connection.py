@@ -10,6 +10,7 @@ import httpx
 
 from services.cli.state import running_stack
 from shared.contracts.errors import BatonError, Internal, Unavailable
+from shared.lifecycle.plain_text import one_line
 
 URL_VARIABLE, KEY_VARIABLE, ADMIN_VARIABLE = "BATON_URL", "BATON_API_KEY", "BATON_ADMIN_KEY"
 
@@ -29,7 +30,7 @@ class Connection:
         """An answer that is not 200, as an error with the server's words."""
         try:
             error = response.json()["error"]
-            message = str(error["message"])
+            message = one_line(str(error["message"]))
         except (ValueError, KeyError, TypeError):
             message = "the answer is not Baton's"
         if response.status_code == 401:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from shared.lifecycle.plain_text import json_text, lines
+
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 END_OF_TIME_S = 253_402_300_800
@@ -67,18 +69,19 @@ def parse_line(name: str, raw: str, before: LogLine | None = None) -> LogLine:
 def render(line: LogLine, width: int) -> str:
     """`01-31 12:03:04.123 INFO    decode-1   message`, local time; names padded to `width`."""
     if not line.parsed:
-        return f"{'':<26} {line.name:<{width}}  {line.raw}" if line.time_s else f"{line.name:<{width}}  {line.raw}"
+        raw = lines(line.raw)
+        return f"{'':<26} {line.name:<{width}}  {raw}" if line.time_s else f"{line.name:<{width}}  {raw}"
     clock = time.strftime("%m-%d %H:%M:%S", time.localtime(line.time_s))
     shown = f"{clock}.{int(line.time_s % 1 * 1000):03d} {line.level.upper():<7} {line.name:<{width}}  {line.message}"
     marks = "".join(f"  {mark}" for mark in (line.request_id or line.trace_id,) if mark and mark not in line.message)
-    return shown + marks
+    return lines(shown + marks)
 
 
 def as_json(line: LogLine) -> str:
     """One object, with the keys of our JSON logs and `process`."""
     fields = {"time": line.time_s, "level": line.level, "process": line.name, "logger": line.logger}
     fields |= {"message": line.message, "request_id": line.request_id, "trace_id": line.trace_id}
-    return json.dumps({key: value for key, value in fields.items() if value != ""}, ensure_ascii=False)
+    return json_text(json.dumps({key: value for key, value in fields.items() if value != ""}, ensure_ascii=False))
 
 
 def _json(name: str, raw: str) -> LogLine | None:

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 
+from shared.lifecycle.plain_text import json_text, lines, one_line
 from shared.telemetry import attributes as a
+
+_HEAD = re.compile(r"^(?=[0-9\[{])", re.MULTILINE)
+"""How the lines of logs begin, ours and the servers'."""
 
 
 class PlainFormatter(logging.Formatter):
@@ -32,7 +38,11 @@ class PlainFormatter(logging.Formatter):
         marks = [
             f"{short}={ids[name]}" for short, name in (("request", "request_id"), ("trace", "trace_id")) if name in ids
         ]
-        return "  ".join((super().formatMessage(record), *([" ".join(marks)] if marks else [])))
+        return "  ".join((one_line(super().formatMessage(record)), *([" ".join(marks)] if marks else [])))
+
+    def formatException(self, ei: Any) -> str:
+        # what an exception says may look like a line of its own
+        return _HEAD.sub("  ", lines(super().formatException(ei)))
 
 
 class JsonFormatter(logging.Formatter):
@@ -53,7 +63,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json_text(json.dumps(line, ensure_ascii=False))
 
 
 def trace_ids(record: logging.LogRecord) -> dict[str, str]:
