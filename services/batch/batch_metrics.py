@@ -12,7 +12,8 @@ from types import TracebackType
 from services.batch.job_states import ENDED
 from services.batch.records import Job
 from services.batch.store import BatchStore
-from shared.contracts.errors import BatonError, NotFound
+from shared.contracts.errors import NotFound
+from shared.lifecycle.tasks import end_tasks, every
 from shared.telemetry import metric_names as names
 from shared.telemetry.metrics import Metrics
 
@@ -35,15 +36,14 @@ class BatchMetrics:
         self._loop: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> BatchMetrics:
-        self._loop = asyncio.create_task(self._every())
+        self._loop = asyncio.create_task(every(READ_S, self.read, log))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._loop is not None:
-            self._loop.cancel()
-            await asyncio.gather(self._loop, return_exceptions=True)
+            await end_tasks([self._loop])
 
     async def read(self) -> None:
         """Set the gauges. Raises Unavailable."""
@@ -56,16 +56,6 @@ class BatchMetrics:
             self._metrics.set(names.BATCH_JOBS, found[state], state=state)
         for state, count in item_counts(jobs, self._running()).items():
             self._metrics.set(names.BATCH_ITEMS, count, state=state)
-
-    async def _every(self) -> None:
-        while True:
-            try:
-                await self.read()
-            except BatonError as exc:
-                log.debug("metrics: %s", exc.message)
-            except Exception:
-                log.exception("metrics could not be read")
-            await asyncio.sleep(READ_S)
 
 
 def job_counts(jobs: list[Job]) -> Counter[str]:

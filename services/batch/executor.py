@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -24,6 +23,7 @@ from shared.contracts.batch_messages import BatchItem
 from shared.contracts.errors import BatonError
 from shared.contracts.ids import BatchId, TenantId, is_id
 from shared.ingress.ingress import Ingress
+from shared.lifecycle.tasks import end_tasks, every
 
 log = logging.getLogger("baton.batch")
 
@@ -69,7 +69,7 @@ class Executor:
         with suppress(BatonError):  # else made with the first consumer
             await self._bus.make_stream(ITEM_STREAM, subjects.ANY_BATCH_ITEM)
         loops = [(self.follow, FOLLOW_S), (self._watch, WATCH_S)]
-        self._loops = [asyncio.create_task(_every(period_s, work)) for work, period_s in loops]
+        self._loops = [asyncio.create_task(every(period_s, work, log)) for work, period_s in loops]
         return self
 
     async def __aexit__(
@@ -85,9 +85,7 @@ class Executor:
     async def drain(self) -> None:
         """Take nothing new; what is at work ends without a result and goes back to the queue at once."""
         self._draining = True
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await end_tasks(self._loops)
         async with self._following:
             stops = [asyncio.create_task(consumer.stop()) for consumer in self._consumers.values()]
             self._consumers.clear()
@@ -134,14 +132,3 @@ class Executor:
             for key, run in list(self._runs.items()):
                 if key[:2] == (tenant, batch_id):
                     run.look_again()
-
-
-async def _every(period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        try:
-            await work()
-        except BatonError as exc:
-            log.warning("%s", exc.message)
-        except Exception:
-            log.exception("periodic work failed")
-        await asyncio.sleep(period_s)

@@ -30,6 +30,7 @@ from shared.contracts.errors import BatonError, SettingsError, Unavailable
 from shared.contracts.ids import TenantId, is_id
 from shared.ingress.prompt_codec import SHORT_BODY_BYTES
 from shared.ingress.served_models import ServedModels
+from shared.lifecycle.tasks import end_tasks, every
 
 log = logging.getLogger("baton.batch")
 
@@ -92,14 +93,13 @@ class Intake:
         """Take lines and answer for results. Raises SettingsError, Unavailable."""
         self._results = await self._bus.serve(subjects.ANY_BATCH_RESULTS, bytes, self._on_results, queue=DURABLE)
         await self._follow(_listed(self._file))
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = asyncio.create_task(every(LOOK_S, self._look, log))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         """Take nothing new; the line in hand is finished."""
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await end_tasks([self._watching])
         await self._follow(())
         if self._results is not None:
             await self._results.stop()
@@ -180,14 +180,9 @@ class Intake:
                 except BatonError as exc:
                     log.warning("the queue of tenant %s is not open: %s", tenant, exc.message)
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                if _age_s(self._file) >= LOOK_S:
-                    await self._follow(_listed(self._file))
-            except BatonError as exc:
-                log.warning("queue: %s", exc.message)
+    async def _look(self) -> None:
+        if _age_s(self._file) >= LOOK_S:
+            await self._follow(_listed(self._file))
 
 
 async def announce(bus: Bus, tenant: TenantId, number: int, result: ItemResult) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
@@ -29,6 +29,7 @@ from shared.contracts.batch_messages import BatchError
 from shared.contracts.errors import BatonError, NotFound, Unavailable
 from shared.contracts.ids import BatchId, TenantId
 from shared.ingress.served_models import ServedModels
+from shared.lifecycle.tasks import end_tasks, every
 
 log = logging.getLogger("baton.batch")
 
@@ -37,7 +38,6 @@ MAX_PAUSE_S = 30.0
 VALIDATION_TRIES = 3
 VALIDATE_AT_ONCE = 2
 """Batches of one tenant validated side by side."""
-END_S = 0.1
 
 
 class BatchRunner:
@@ -78,14 +78,14 @@ class BatchRunner:
             (self._renew, config.lease_s / 3),
             (self._sweep, config.sweep_s),
         ]
-        self._loops = [asyncio.create_task(_every(period, what)) for what, period in work]
+        self._loops = [asyncio.create_task(every(period_s, what, log)) for what, period_s in work]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await _end(self._loops)
-        await _end(self._driven.values())
+        await end_tasks(self._loops)
+        await end_tasks(self._driven.values())
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -214,23 +214,3 @@ class BatchRunner:
         with suppress(TimeoutError):
             async with asyncio.timeout(min(self._config.poll_s, left_s)):
                 await news.wait()
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they have ended: the Redis client may swallow one (asyncio.wait_for before Python 3.12)."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=END_S)
-
-
-async def _every(period_s: float, work: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        try:
-            await work()
-        except Unavailable as exc:
-            log.warning("%s", exc)
-        except Exception:
-            log.exception("periodic work failed")
-        await asyncio.sleep(period_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -32,6 +32,7 @@ from shared.contracts.errors import BatonError, DeadlineExceeded, Unavailable, t
 from shared.contracts.grants import Grant
 from shared.contracts.ids import Epoch, RequestId, Term, WorkerId
 from shared.contracts.message import decode
+from shared.lifecycle.tasks import end_tasks, every
 from shared.telemetry import attributes as a
 from shared.telemetry.metrics import Metrics
 
@@ -103,17 +104,13 @@ class SchedulerService:
             (self._tick, self._settings.tick_s),
             (self._beat, self._settings.beat_s),
         ):
-            self._loops.append(asyncio.create_task(_every(pause_s, step)))
+            self._loops.append(asyncio.create_task(every(pause_s, step, log)))
 
     async def stop(self) -> None:
         """Take no more submits, give the lease up so that a standby leads at once, drop what is queued: the ingresses
         send it to the next leader."""
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
-        for hop in list(self._hops):
-            hop.cancel()
-        await asyncio.gather(*self._hops, return_exceptions=True)
+        await end_tasks(self._loops)
+        await end_tasks(self._hops)
         led = self._leadership.term is not None
         await self._step_down()
         if led:
@@ -381,14 +378,3 @@ class SchedulerService:
                 lost = self._workers.nobody_listens(view.worker, asked_s, self._clock())
                 if lost is not None:
                     self._worker_lost(lost)
-
-
-async def _every(pause_s: float, step: Callable[[], Awaitable[None]]) -> None:
-    """Run `step` for ever. A failure is logged, and the next turn tries again: a scheduler must not stop leading
-    silently because one turn failed."""
-    while True:
-        try:
-            await step()
-        except Exception:
-            log.exception("scheduler loop failed")
-        await asyncio.sleep(pause_s)

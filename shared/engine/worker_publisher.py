@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 
 from shared.bus.bus import Bus
 from shared.contracts.errors import BatonError
+from shared.lifecycle.tasks import end_tasks
 
 log = logging.getLogger("baton.worker")
 
@@ -51,8 +52,7 @@ class Publisher:
 
     async def close(self) -> None:
         """Stop; what is still queued is lost."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks([self._task])
 
     async def _run(self) -> None:
         while True:

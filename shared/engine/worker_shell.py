@@ -39,6 +39,7 @@ from shared.engine.worker_metrics import expose_engine
 from shared.engine.worker_publisher import Publisher
 from shared.engine.worker_tagger import Tagger
 from shared.kv.transfer import owner_lives
+from shared.lifecycle.tasks import end_tasks
 from shared.telemetry import metric_names as names
 from shared.telemetry.metrics import Metrics
 
@@ -156,9 +157,7 @@ class WorkerShell:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End the shell; the caller drained it before. Blocks the event loop for no longer than a step."""
         await self.publisher.flush(timeout_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         for subscription in self._subscriptions:
             await subscription.stop()
         await self.tagger.close()

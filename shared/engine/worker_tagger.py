@@ -20,6 +20,7 @@ from shared.engine.engine import Engine
 from shared.engine.sequence import CompletedBlock
 from shared.engine.worker_publisher import Publisher
 from shared.engine.worker_tags import AskedRun, TagChains, Tagging
+from shared.lifecycle.tasks import end_tasks
 
 log = logging.getLogger("baton.worker")
 
@@ -66,10 +67,7 @@ class Tagger:
         self._wake.set()
 
     async def close(self) -> None:
-        tasks = [t for t in (self._task, self._asking) if t is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(t for t in (self._task, self._asking) if t is not None)
 
     async def _run(self) -> None:
         while True:

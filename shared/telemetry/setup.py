@@ -27,6 +27,7 @@ from shared.contracts import subjects
 from shared.contracts.errors import BatonError
 from shared.contracts.messages import SpanBatch
 from shared.contracts.parts import SpanRecord
+from shared.lifecycle.tasks import end_tasks
 from shared.telemetry.span_record import to_record
 
 if TYPE_CHECKING:
@@ -110,9 +111,7 @@ class Telemetry:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks([self._task])
             self._task = None
         await self.flush()
         if self.otlp is not None:
