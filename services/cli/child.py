@@ -62,7 +62,7 @@ class Child:
             if os.getppid() != parent:
                 os._exit(1)
 
-        with spec.log.open("ab") as log:
+        with open(spec.log, "ab", opener=_private) as log:
             # A session of its own: Ctrl-C reaches the supervisor alone, which stops the children in order.
             self.process = subprocess.Popen(
                 spec.command,
@@ -72,6 +72,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                umask=0o077,
                 preexec_fn=in_child,
             )
         self.ended = asyncio.Event()
@@ -131,6 +132,10 @@ class Child:
         self.signal(signal.SIGKILL)
         self.process.wait()
         self.ended.set()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def describe_exit(code: int) -> str:
