@@ -2,6 +2,7 @@
 
 Two views of the queue, and the worse one counts: by tokens (prompts ahead against what the pool computes a second) and
 by turns (places ahead against how long a placement has lately taken), for the queue may wait for slots, not compute.
+Its own prompt comes on top, by the step-time model that placement asks too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.scheduler.placement import WorkerView
+from services.scheduler.placement import WorkerView, steps_s
 
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
@@ -29,11 +30,25 @@ def prefill_rate(views: Sequence[WorkerView]) -> float:
 def predict_ttft_s(
     views: Sequence[WorkerView], *, tokens_ahead: int, turns_ahead: int, turn_s: float, num_tokens: int
 ) -> float:
-    """Predicted seconds until the first token; 0 when nothing is known of the workers' speed."""
+    """Predicted seconds until the first token; 0 when nothing is known of the workers' speed.
+
+    Args:
+        tokens_ahead, turns_ahead: of those who stand before it, by the queue's rule.
+        turn_s: seconds between placements lately.
+        num_tokens: of its own prompt, which one worker computes.
+    """
     rate = prefill_rate(views)
+    if rate <= 0:
+        return turns_ahead * turn_s
     on_workers = sum(v.queue_tokens for v in views)
-    by_tokens = (tokens_ahead + on_workers + num_tokens) / rate if rate > 0 else 0.0
-    return max(by_tokens, turns_ahead * turn_s)
+    own_s = min(prompt_s(view, num_tokens) for view in views if not view.draining)
+    return max((tokens_ahead + on_workers) / rate, turns_ahead * turn_s) + own_s
+
+
+def prompt_s(view: WorkerView, num_tokens: int) -> float:
+    """Seconds a worker takes for a prompt from its beginning, beside what it decodes."""
+    chunk = max(1, view.token_budget - view.running)
+    return steps_s(view.step_model, num_tokens, start=0, chunk=chunk, running=view.running)
 
 
 def retry_after_s(wait_s: float, bearable_s: float, jitter: float) -> float:

@@ -76,7 +76,9 @@ class FairQueue:
             if self._lanes[lower]:
                 self._passed[lower] += 1
 
-    def ahead(self, klass: str) -> int:
-        """How many stand before a newcomer of `klass`."""
+    def ahead(self, klass: str) -> Iterator[RequestId]:
+        """Who stands before a newcomer of `klass`: lower classes do not."""
         lane = klass if klass in self._lanes else CLASSES[-1]
-        return sum(len(self._lanes[k]) for k in CLASSES[: CLASSES.index(lane) + 1])
+        for higher in CLASSES[: CLASSES.index(lane) + 1]:
+            for _, _, request_id in self._lanes[higher]:
+                yield request_id

@@ -21,6 +21,7 @@ from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.outbox import Event
 from services.scheduler.placement import HandoffCost
 from services.scheduler.placer import Placer, TableLimits
+from services.scheduler.queue import CLASSES
 from services.scheduler.record import PLACING, Record, State, Verdict, judge
 from services.scheduler.worker_registry import LostWorker, WorkerRegistry
 from shared.contracts import messages as m
@@ -293,12 +294,12 @@ class RequestTable:
         return m.Queued(term=self.term, position=position, predicted_ttft_s=self._predict(record.grant, record.submit))
 
     def _predict(self, grant: Grant, submit: m.Submit) -> float:
-        records = self._book.records
-        tokens_ahead = sum(records[r].num_tokens for r in self._book.queue if r != submit.attempt.request_id)
+        records, own = self._book.records, submit.attempt.request_id
+        ahead = [records[r].num_tokens for r in self._book.queue.ahead(grant.klass) if r != own]
         return forecast.predict_ttft_s(
             self._registry.views(),
-            tokens_ahead=tokens_ahead,
-            turns_ahead=self._book.queue.ahead(grant.klass),
+            tokens_ahead=sum(ahead),
+            turns_ahead=len(ahead),
             turn_s=self._placer.turns.turn_s,
             num_tokens=len(submit.token_ids) // 4,
         )
@@ -320,7 +321,8 @@ class RequestTable:
             self.limited_s = now
             retry_s = forecast.retry_after_s(wait_s, 0.0, self._rng.random())
             return Overloaded("the queue is full", retry_after_s=retry_s)
-        bearable_s = min(left_s, self._limits.slo_ttft_s)
+        # nobody sits before the other classes: only their budget bounds their wait
+        bearable_s = min(left_s, self._limits.slo_ttft_s) if grant.klass == CLASSES[0] else left_s
         if wait_s > bearable_s:
             self.refusals["slo"] += 1
             self.limited_s = now

@@ -84,7 +84,7 @@ class SchedulerSettings(Section):
     """Queueing and placement."""
 
     max_queued: int = Field(1024, ge=1, description="most requests waiting; the next is refused")
-    slo_ttft_s: float = Field(60.0, gt=0, description="predicted time to first token above this is refused, seconds")
+    slo_ttft_s: float = Field(60.0, gt=0, description="longest predicted wait of an interactive request, seconds")
     beat_s: float = Field(1.0, gt=0, description="interval of the scheduler's beats, seconds")
     worker_timeout_s: float = Field(10.0, ge=2, description="silence after which a worker counts as lost, seconds")
     lease_s: float = Field(5.0, ge=1, description="leader's lease, seconds")

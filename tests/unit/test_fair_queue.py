@@ -81,6 +81,6 @@ def test_only_placements_count_as_turns() -> None:
         queue.remove(RequestId("i"))
         queue.push(RequestId("i"), "interactive", 0.0, 0)
     assert queue.head() == "i"
-    assert queue.ahead("interactive") == 1
-    assert queue.ahead("batch") == 2
+    assert list(queue.ahead("interactive")) == ["i"]
+    assert list(queue.ahead("batch")) == ["i", "b"]
     assert not queue.remove(RequestId("nobody"))

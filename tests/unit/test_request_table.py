@@ -174,6 +174,19 @@ def test_early_refusals() -> None:
     assert code(bench.submit(submit("f"))) == "Overloaded/overloaded"
 
 
+def test_a_queue_of_batch_work_turns_no_interactive_request_away() -> None:
+    bench = Bench()
+    bench.beat("d1", free_blocks=(0,))
+    for number in range(40):
+        assert isinstance(bench.submit(submit(f"b{number}", 3_000), klass="batch", budget_s=86_400.0), m.Queued)
+    late = bench.submit(submit("late", 60), klass="batch", budget_s=10.0)
+    assert isinstance(late, m.Refusal)
+    assert late.error.code == "Overloaded/overloaded"
+    urgent = bench.submit(submit("urgent", 60), budget_s=10.0)
+    assert isinstance(urgent, m.Queued)
+    assert urgent.predicted_ttft_s < 1.0
+
+
 def test_a_spent_budget_ends_a_queued_request_with_an_error() -> None:
     bench = Bench()
     bench.beat("d1", free_blocks=(0,))

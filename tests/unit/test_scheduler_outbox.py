@@ -10,6 +10,7 @@ from services.scheduler.outbox import Event, Outbox
 from services.scheduler.tombstones import Tombstones
 from shared.contracts.ids import Epoch, Incarnation, IngressId, RequestId, Term, WorkerId
 from shared.contracts.messages import GatewayBeat, WorkerLost
+from shared.contracts.parts import StepModel
 from tests.unit.scheduler_support import attempt, view
 
 A, B = IngressId("a"), IngressId("b")
@@ -59,9 +60,19 @@ def test_the_forecast_takes_the_worse_of_tokens_and_turns() -> None:
     views = [view("d1")]
     rate = forecast.prefill_rate(views)
     assert rate == pytest.approx(128 / (0.025 + 0.0012 * 128 + 0.0005))
+    own_s = 0.025 + 0.0012 * 100 + 0.0005
     by_tokens = forecast.predict_ttft_s(views, tokens_ahead=900, turns_ahead=3, turn_s=0.1, num_tokens=100)
-    assert by_tokens == pytest.approx(1000 / rate)
-    assert forecast.predict_ttft_s(views, tokens_ahead=0, turns_ahead=30, turn_s=2.0, num_tokens=1) == 60.0
+    assert by_tokens == pytest.approx(900 / rate + own_s)
+    by_turns = forecast.predict_ttft_s(views, tokens_ahead=0, turns_ahead=30, turn_s=2.0, num_tokens=1)
+    assert by_turns == pytest.approx(60.0 + 0.025 + 0.0012 + 0.0005)
+
+
+def test_the_forecast_knows_that_a_long_prompt_attends_to_more() -> None:
+    model = StepModel(base_s=0.0, token_s=0.001, sequence_s=0.0, context_s=1e-6)
+    (long,) = views = [view("d1", step_model=model, token_budget=1000)]
+    found = forecast.predict_ttft_s(views, tokens_ahead=0, turns_ahead=0, turn_s=0.0, num_tokens=2000)
+    assert found == pytest.approx(2.0 + 1e-6 * 2000 * 2001 / 2)
+    assert found == forecast.prompt_s(long, 2000)
     assert forecast.predict_ttft_s([], tokens_ahead=9, turns_ahead=0, turn_s=0.0, num_tokens=9) == 0.0
 
 
