@@ -28,6 +28,8 @@ MAX_FILE_BYTES = 4 * 1024 * 1024 * 1024
 ANSWER_EXPIRES = "10m"
 """How long a service may take to answer a request: longer than any hop's time-out."""
 MAX_TENANT_CONNECTIONS = 64
+MAX_TENANT_SUBSCRIPTIONS = 256
+"""Of each of its connections; nats-server keeps every one in memory."""
 
 ACCOUNT = "BATON"
 """The services' account. Tenants' accounts go by the tenants' ids, which have no capital letters."""
@@ -130,7 +132,7 @@ def _account(tenant: TenantId, password: str) -> dict[str, object]:
     return {
         "users": [_user(tenant_user(tenant), password, tenant_permissions(tenant))],
         "imports": [{kind: {"account": ACCOUNT, "subject": _of(hop, tenant)}} for kind, hop in _crossing()],
-        "limits": {"max_connections": MAX_TENANT_CONNECTIONS},
+        "limits": {"max_connections": MAX_TENANT_CONNECTIONS, "max_subscriptions": MAX_TENANT_SUBSCRIPTIONS},
     }
 
 

@@ -20,7 +20,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from services.cli.nats_config import USERS, nats_config, tenant_inbox, tenant_user
+from services.cli.nats_config import MAX_TENANT_SUBSCRIPTIONS, USERS, nats_config, tenant_inbox, tenant_user
 from shared.bus.bus import Bus, Delivery, DurableHandler
 from shared.bus.nats_bus import NatsBus, connect_bus, flush
 from shared.bus.streams import AUDIT_STREAM, MAX_LINE_BYTES, PURGE_ORDER_STREAM, SETTLE_STREAM, submit_stream
@@ -459,6 +459,17 @@ async def publish_by_hand(server: NatsServer, tenant: TenantId, subject: str, he
     assert await asyncio.wait_for(reader.readuntil(b"PONG"), 5)
     writer.close()
     await writer.wait_closed()
+
+
+async def test_a_connection_of_a_tenant_has_so_many_subscriptions(server: NatsServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    await reader.readline()
+    login = {"user": tenant_user(ACME), "pass": TENANTS[ACME], "verbose": False, "pedantic": False}
+    names = [f"SUB {tenant_inbox(ACME)}.{number} {number}\r\n" for number in range(MAX_TENANT_SUBSCRIPTIONS + 1)]
+    writer.write(f"CONNECT {json.dumps(login)}\r\n{''.join(names)}PING\r\n".encode())
+    answers = (await asyncio.wait_for(reader.readuntil(b"PONG"), 5)).decode()
+    writer.close()
+    assert answers.count("maximum subscriptions exceeded") == 1
 
 
 async def test_tenants_come_and_go_while_the_server_runs(tmp_path: Path) -> None:

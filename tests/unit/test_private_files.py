@@ -19,9 +19,12 @@ def open_umask() -> Iterator[None]:
     os.umask(before)
 
 
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
 async def test_files_of_a_child_and_its_log_are_private(tmp_path: Path, open_umask: None) -> None:
     code = "import os; open('data', 'w').close(); os.mkdir('folder'); print('said')"
     child = Child(spec(tmp_path, "x", code))
     await child.ended.wait()
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {"data": 0o600, "folder": 0o700, "x.log": 0o600}
+    assert modes(tmp_path) == {"data": 0o600, "folder": 0o700, "x.log": 0o600}
