@@ -148,6 +148,40 @@ def ended(client: OpenAI, batch_id: str) -> Batch | None:
     return found if found.status in ("completed", "failed", "expired", "cancelled") else None
 
 
+QUEUE_PROGRAM = """
+import asyncio, json, nats
+from nats.errors import NoRespondersError
+async def ask(queue, subject, body):
+    while True:
+        try:
+            return json.loads((await queue.request(subject, json.dumps(body).encode(), timeout=5)).data)
+        except NoRespondersError:  # the service opens a new tenant's queue within seconds
+            await asyncio.sleep(0.5)
+async def main(user, password, inbox, submit, results, line):
+    queue = await nats.connect("nats://nats:4222", user=user, password=password, inbox_prefix=inbox)
+    await ask(queue, submit, line)
+    while not (answers := (await ask(queue, results, {"limit": 10}))["data"]):
+        await asyncio.sleep(0.5)
+    print(json.dumps([[answer["custom_id"], answer["response"]["status_code"]] for answer in answers]))
+    await queue.close()
+asyncio.run(asyncio.wait_for(main(*json.loads(input())), 120))
+"""
+
+
+def queues(project: Project) -> str:
+    """A tenant gets a NATS user of its own, publishes a line with it and reads the answer."""
+    shown = project.compose("run", "--rm", "--no-deps", "--no-TTY", "setup", "nats-key", "demo")
+    fields = dict(line.split(None, 1) for line in shown.splitlines() if len(line.split()) == 2)
+    for _ in range(2):
+        project.compose("kill", "--signal", "HUP", "nats")
+        time.sleep(1)
+    tenant = ("tenant-demo", fields["password"], "_INBOX_tenant_demo")
+    told = (*tenant, "baton.v1.batch.submit.demo", "baton.v1.batch.results.demo", batch_line(1))
+    answers = json.loads(project.python("batch", QUEUE_PROGRAM, json.dumps(told)))
+    assert answers == [["line-1", 200]], answers
+    return "a line published by the tenant's own NATS user is answered"
+
+
 def scales(project: Project) -> str:
     """`--scale decode=2` adds a decode worker, and both serve."""
     project.up("--no-recreate", "--scale", "decode=2")
@@ -229,7 +263,7 @@ def observes(project: Project, observers: list[str]) -> str:
     return "\n           ".join(found)
 
 
-STEPS: tuple[Callable[[Project], str], ...] = (starts, streams, hands_off, batches, scales, restarts)
+STEPS: tuple[Callable[[Project], str], ...] = (starts, streams, hands_off, batches, queues, scales, restarts)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -43,12 +43,14 @@ class Project:
 
     # ---------------------------------------------------------------------------------------- commands
 
-    def compose(self, *arguments: str, timeout_s: float = 120, progress: str = "quiet") -> str:
+    def compose(self, *arguments: str, timeout_s: float = 180, progress: str = "quiet", stdin: str = "") -> str:
         """Run a compose command; its standard output. Raises ComposeError."""
         profiles = [part for profile in self.profiles for part in ("--profile", profile)]
         command = [*compose_command(), "-p", self.name, *profiles, "--progress", progress, *arguments]
         env = os.environ | {"BATON_PORT": str(self.port)} | self.variables
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=timeout_s
+        )
         if done.returncode:
             raise ComposeError(f"compose {' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         return done.stdout
@@ -66,9 +68,9 @@ class Project:
     def down(self, *arguments: str) -> None:
         self.compose("--profile", "*", "down", "--timeout", "30", *arguments)
 
-    def python(self, service: str, program: str) -> str:
+    def python(self, service: str, program: str, stdin: str = "") -> str:
         """What a Python program prints that runs in a service's container, with that service's rights."""
-        return self.compose("exec", "--no-TTY", service, PYTHON, "-P", "-c", program)
+        return self.compose("exec", "--no-TTY", service, PYTHON, "-P", "-c", program, stdin=stdin)
 
     def logs(self) -> str:
         return self.compose("--profile", "*", "logs", "--no-color", "--timestamps")
