@@ -49,10 +49,10 @@ async def main(runtime: Runtime) -> None:
 
 
 async def _drain(runtime: Runtime, listener: Listener, service: GatewayService) -> None:
-    """New requests go to a successor if there is one, else they are refused; streams finish meanwhile."""
+    """New requests go to a successor if there is one, else they are refused; what is being answered may finish."""
     if runtime.superseded:
         await listener.hand_over()
-    await service.drain()
+    await asyncio.gather(service.drain(), listener.answered(service.config.ingress.drain_s))
 
 
 async def _until_a_token_came(door: Door, stop: asyncio.Event) -> None:
@@ -63,4 +63,4 @@ async def _until_a_token_came(door: Door, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    run_service("gateway", main)
+    run_service("gateway", main, drain_s=lambda settings: settings.gateway.shutdown_s)

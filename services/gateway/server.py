@@ -7,11 +7,13 @@ connection for ever; `_Protocol` adds the bounds uvicorn lacks. The body's own t
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import resource
 import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 import h11
@@ -25,7 +27,9 @@ from shared.contracts.errors import SettingsError
 
 STOP_S = 3
 """What connections may still take after the drain, seconds."""
+LOOK_S = 0.05
 KEPT_S = 1.0
+SO_ATTACH_REUSEPORT_CBPF, SO_DETACH_REUSEPORT_BPF = 51, 68  # Linux; Python does not name them
 BACKLOG = 1024
 KEEP_ALIVE_S = 75
 HEAD_S = 15.0
@@ -114,14 +118,39 @@ def allow_many_files() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises SettingsError when the address cannot be had.
+    """A socket that has its address and does not listen yet. Raises SettingsError when the address cannot be had.
 
-    The port is shared with other gateways of this user, as in a rolling restart: the kernel deals connections out.
+    The port is shared with other gateways of this user, as in a rolling restart: from when it listens on, the kernel
+    deals connections out.
     """
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        return socket.create_server((host, port), backlog=BACKLOG, reuse_port=True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
     except OSError as exc:
+        sock.close()
         raise SettingsError(f"cannot listen on {host}:{port}: {exc.strerror}", param="gateway.port") from exc
+    return sock
+
+
+def _share_evenly(sock: socket.socket) -> None:
+    """Undo what an earlier gateway told the kernel of this port when it left."""
+    with suppress(OSError):  # there was none
+        sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_REUSEPORT_BPF, bytes(4))
+
+
+def _steer_away(sock: socket.socket) -> None:
+    """Let the kernel give new connections of a shared port to the second process that listens: our successor.
+
+    Closing the socket alone would reset connections the kernel has made and we have not accepted yet. A kernel that
+    does not know how goes on dealing them out.
+    """
+    # one instruction of classic BPF: return 1, the socket's number in the order in which they began to listen
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 1))
+    with suppress(OSError):
+        filtering = struct.pack("@HP", 1, ctypes.addressof(program))
+        sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_REUSEPORT_CBPF, filtering)
 
 
 @dataclass(slots=True)
@@ -130,6 +159,7 @@ class Listener:
 
     port: int
     _server: _Server
+    _sock: socket.socket
     _leaving: bool = False
 
     async def hand_over(self) -> None:
@@ -139,11 +169,19 @@ class Listener:
         closed. What is being answered goes on.
         """
         self._leaving = True
+        _steer_away(self._sock)
+        await asyncio.sleep(KEPT_S)
         for server in self._server.servers:
             server.close()
-        await asyncio.sleep(KEPT_S)
         for connection in list(self._server.server_state.connections):
             connection.shutdown()
+
+    async def answered(self, limit_s: float) -> None:
+        """Returns when no request is being answered, uploads and downloads included, after `limit_s` at the latest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._server.server_state.tasks:  # noqa: ASYNC110 - uvicorn tells nobody
+                    await asyncio.sleep(LOOK_S)
 
     def closing(self, app: ASGIApp) -> ASGIApp:
         """`app`, whose answers close their connections once it hands over."""
@@ -170,15 +208,17 @@ async def serve(app: FastAPI, sock: socket.socket) -> AsyncIterator[Listener]:
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STOP_S,
     )
     server = _Server(config)
-    listener = Listener(sock.getsockname()[1], server)
+    listener = Listener(sock.getsockname()[1], server, sock)
     config.app = listener.closing(app)
     task = asyncio.create_task(server.serve([sock]))
     try:
         await server.up.wait()
+        _share_evenly(sock)
         yield listener
     finally:
         server.should_exit = True

@@ -45,6 +45,7 @@ from shared.ingress.request_metrics import read_in_flight
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModels
 from shared.ingress.session import Session, SessionHooks
+from shared.lifecycle.tasks import end_tasks
 from shared.telemetry import attributes as a
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.setup import Telemetry
@@ -52,6 +53,8 @@ from shared.telemetry.setup import Telemetry
 log = logging.getLogger("baton.ingress")
 
 WORKER_REPLY_S = 1.0
+SETTLING_S = 5.0
+"""What is still open after a drain may take so long to be settled."""
 QUIET_S = 1.5
 """A worker with running requests speaks once a second; one silent for longer is asked whether it is there."""
 FIRST_EPOCH = Epoch(1)
@@ -88,6 +91,7 @@ class Ingress:
         self.sessions: dict[RequestId, Session] = {}
         self.liveness = Liveness(config.alive_s)
         self.draining = False
+        self._drained = False
         self._bus = bus
         self._on_beat = on_beat
         self._clock = clock
@@ -121,17 +125,21 @@ class Ingress:
         await self.drain()
         for subscription in self._subscriptions:
             await subscription.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     async def drain(self) -> None:
-        """Refuse what is new, let requests finish for `drain_s`, end the rest with an error, wait for settlements."""
+        """Refuse what is new, let requests finish for `drain_s`, end the rest with an error, wait for settlements.
+
+        Once: a settlement that nobody takes is not waited for again.
+        """
         self.draining = True
+        if self._drained:
+            return
         await self._idle(self.config.drain_s)
         for session in list(self.sessions.values()):
             session.fail(self.shutting_down())
-        await self._idle(5.0)
+        await self._idle(SETTLING_S)
+        self._drained = True
 
     def shutting_down(self) -> Unavailable:
         """What an ingress that drains answers."""
