@@ -48,7 +48,10 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A running child. It gets SIGTERM when its parent dies, even by SIGKILL."""
+    """A running child. It gets SIGTERM when its parent dies, even by SIGKILL.
+
+    Raises ChildFailed when the system cannot start it.
+    """
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
@@ -62,30 +65,34 @@ class Child:
             if os.getppid() != parent:
                 os._exit(1)
 
-        with open(spec.log, "ab", opener=_private) as log:
-            # A session of its own: Ctrl-C reaches the supervisor alone, which stops the children in order.
-            self.process = subprocess.Popen(
-                spec.command,
-                env=dict(spec.env),
-                cwd=spec.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                umask=0o077,
-                preexec_fn=in_child,
-            )
+        try:
+            with open(spec.log, "ab", opener=_private) as log:
+                # A session of its own: Ctrl-C reaches the supervisor alone, which stops the children in order.
+                self.process = subprocess.Popen(
+                    spec.command,
+                    env=dict(spec.env),
+                    cwd=spec.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    umask=0o077,
+                    preexec_fn=in_child,
+                )
+        except OSError as exc:
+            raise ChildFailed(spec.name, f"cannot be started: {exc}", "") from exc
         self.ended = asyncio.Event()
+        self.unguarded = asyncio.Event()
+        """It ended, or another has its place: nobody need watch it any more."""
+        self.lifetime_s = 0.0
+        """How long it lived, once it has ended."""
+        self._told = False
         self._descriptor = os.pidfd_open(self.process.pid)
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
 
     @property
     def pid(self) -> int:
         return self.process.pid
-
-    @property
-    def lifetime_s(self) -> float:
-        return time.monotonic() - self.started
 
     async def wait_ready(self) -> Mapping[str, Any]:
         """What the child reports. Raises ChildFailed when it says why it can't start, ends first or takes too long."""
@@ -108,8 +115,12 @@ class Child:
         return ChildFailed(self.spec.name, describe_exit(self.process.returncode), tail(self.spec.log))
 
     async def stop(self) -> bool:
-        """SIGTERM, wait, then SIGKILL. True when it ended by itself."""
-        if not self.ended.is_set():
+        """SIGTERM, wait, then SIGKILL. True when it ended by itself.
+
+        A stop that was given up and begins anew does not tell it twice: a second signal means to end at once.
+        """
+        if not self._told:
+            self._told = True
             self.signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.ended.wait(), self.spec.stop_timeout_s)
@@ -120,9 +131,10 @@ class Child:
         return True
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the child and to what it may have started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """Send a signal to the child and to what it may have started; nothing when it has ended."""
+        if self.process.returncode is None:  # else its number may be another's
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)
@@ -131,7 +143,9 @@ class Child:
         # the number of the group cannot be taken by another process.
         self.signal(signal.SIGKILL)
         self.process.wait()
+        self.lifetime_s = time.monotonic() - self.started
         self.ended.set()
+        self.unguarded.set()
 
 
 def _private(path: str, flags: int) -> int:

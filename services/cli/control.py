@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -17,6 +18,8 @@ from typing import Any
 
 from services.cli.child import ChildFailed
 from shared.contracts.errors import BatonError, InvalidInput, Unavailable
+
+log = logging.getLogger("baton.supervisor")
 
 NAME = "control.sock"
 MAX_ORDER_BYTES = 64 * 1024
@@ -63,21 +66,25 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ha
             writer.write(json.dumps(answer).encode() + b"\n")
 
     try:
-        order = _order(await asyncio.wait_for(reader.readline(), ORDER_S))
+        order = await _order(reader)
         await handler(order, lambda line: send(say=line))
         send(done=True)
     except BatonError as exc:
         send(error=exc.message)
     except ChildFailed as exc:
         send(error=f"{exc.name} {exc.reason}", tail=exc.tail)
-    except (TimeoutError, ValueError):
-        send(error="an order is one JSON line")
+    except Exception as exc:
+        log.exception("an order failed")
+        send(error=f"the order failed: {exc!r}")
     with suppress(ConnectionError):
         await writer.drain()
 
 
-def _order(line: bytes) -> Mapping[str, Any]:
-    order = json.loads(line)
+async def _order(reader: asyncio.StreamReader) -> Mapping[str, Any]:
+    try:
+        order = json.loads(await asyncio.wait_for(reader.readline(), ORDER_S))
+    except (TimeoutError, ValueError, RecursionError, ConnectionError) as exc:
+        raise InvalidInput("an order is one JSON line") from exc
     if not isinstance(order, dict):
         raise InvalidInput("an order is a JSON object")
     return order

@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from services.cli.state import StateFolder, state_path
+from services.cli.state import STOP_S, StateFolder, running_stack, state_path
 
-DOWN_TIMEOUT_S = 150.0
+BEYOND_S = 30.0
+"""What we wait longer than the stop may take."""
 POLL_S = 0.05
 
 
@@ -32,14 +33,16 @@ def main(argv: Sequence[str]) -> int:
         lock.release()
         print("no stack is running", file=sys.stderr)
         return 0
+    record = running_stack(os.environ)
     if pid:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    limit_s = BEYOND_S + (record.stop_limit_s if record is not None else STOP_S)
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if state.holder() is None:
             print("stopped", file=sys.stderr)
             return 0
         time.sleep(POLL_S)
-    print(f"baton: process {pid} did not stop within {DOWN_TIMEOUT_S:g} s; end it with kill -9 {pid}", file=sys.stderr)
+    print(f"baton: process {pid} did not stop within {limit_s:g} s; end it with kill -9 {pid}", file=sys.stderr)
     return 1

@@ -25,17 +25,23 @@ from typing import TextIO
 from shared.contracts.errors import Conflict, SettingsError
 from shared.store.secrets import write_private
 
+STOP_S = 120
+"""The stop of a stack may take so long, and what streams are given."""
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class StackRecord:
-    """A running stack, for `chat`, `trace`, `down` and programs. `pid` is the supervisor's."""
+    """A running stack, for `chat`, `trace`, `down` and programs. `pid` is the supervisor's.
+
+    `stop_limit_s`: how long its stop may take before the kernel ends it.
+    """
 
     url: str
     api_key: str
     admin_key: str
     pid: int
+    stop_limit_s: int = STOP_S
 
 
 class StateFolder:

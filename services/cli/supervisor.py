@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from services.cli.child import Child, ChildFailed, ChildSpec
@@ -33,7 +34,7 @@ class Supervisor:
         self._report = report
         self._children: dict[str, Child] = {}
         self._passing: set[Child] = set()  # successors not ready yet, predecessors not ended yet
-        self._pausing: set[str] = set()
+        self._pausing: set[str] = set()  # whoever replaces one of these sees to it that there is one
 
     @property
     def pids(self) -> dict[str, int]:
@@ -65,6 +66,7 @@ class Supervisor:
         started = time.monotonic()
         new = Child(self._children[name].spec)
         self._passing.add(new)
+        self._pausing.add(name)
         try:
             await new.wait_ready()
         except ChildFailed:
@@ -74,10 +76,12 @@ class Supervisor:
             if not new.ready:
                 new.signal(signal.SIGKILL)
             self._passing.discard(new)
+            self._pausing.discard(name)
         old = self._children[name]
         self._children[name] = new
+        old.unguarded.set()
         self._passing.add(old)
-        await self._stop_one(name, old)
+        await self._stop_one(old)
         self._passing.discard(old)
         return time.monotonic() - started
 
@@ -87,7 +91,7 @@ class Supervisor:
         old = self._children[name]
         self._pausing.add(name)
         try:
-            await self._stop_one(name, old)
+            await self._stop_one(old)
             new = self._children[name] = Child(old.spec)
         finally:
             self._pausing.discard(name)
@@ -107,14 +111,15 @@ class Supervisor:
             await asyncio.gather(*guards, return_exceptions=True)
 
     async def stop(self, order: Sequence[Sequence[str]]) -> None:
-        """Stop group after group; children in no group come last. Nothing is running afterwards."""
+        """Stop group after group; children in no group come last. Nothing is running afterwards.
+
+        A restart in progress must have been cancelled before; whom it was stopping goes on stopping with its group.
+        """
         named = {name for group in order for name in group}
         rest = [name for name in self._children if name not in named]
         for group in (*order, rest):
-            await asyncio.gather(
-                *(self._stop_one(name, self._children[name]) for name in group if name in self._children)
-            )
-        await asyncio.gather(*(child.stop() for child in self._passing))
+            leaving = [child for child in (*self._children.values(), *self._passing) if child.spec.name in group]
+            await asyncio.gather(*(self._stop_one(child) for child in leaving))
         self._children.clear()
         self._passing.clear()
 
@@ -123,17 +128,16 @@ class Supervisor:
         for child in (*self._children.values(), *self._passing):
             child.signal(signal.SIGKILL)
 
-    async def _stop_one(self, name: str, child: Child) -> None:
+    async def _stop_one(self, child: Child) -> None:
         if not await child.stop():
-            self._report(f"{name} did not stop within {child.spec.stop_timeout_s:g} s and was killed")
+            self._report(f"{child.spec.name} did not stop within {child.spec.stop_timeout_s:g} s and was killed")
 
     async def _guard(self, name: str) -> None:
         failures = 0
         while True:
             child = self._children[name]
-            await child.ended.wait()
-            while name in self._pausing:  # noqa: ASYNC110 - stopped on purpose, and started again at once
-                await asyncio.sleep(0.01)
+            await child.unguarded.wait()
+            await self._unpaused(name)
             if self._children[name] is not child:
                 failures = 0
                 continue
@@ -144,12 +148,21 @@ class Supervisor:
             pause = restart_pause_s(failures)
             self._report(f"{name} {failure.reason}; starting it again in {pause:g} s (log: {child.spec.log})")
             await asyncio.sleep(pause)
-            if self._children[name] is not child:
-                continue
-            again = self._children[name] = Child(child.spec)
+            await self._unpaused(name)
+            if self._children[name] is child and await self._started_again(child):
+                self._report(f"{name} is back")
+
+    async def _started_again(self, child: Child) -> bool:
+        with suppress(ChildFailed):
+            again = self._children[child.spec.name] = Child(child.spec)
             try:
                 await again.wait_ready()
+                return True
             except ChildFailed:
                 await again.stop()
-                continue
-            self._report(f"{name} is back")
+        return False
+
+    async def _unpaused(self, name: str) -> None:
+        """Returns when nobody is stopping this one on purpose, or starting its successor."""
+        while name in self._pausing:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

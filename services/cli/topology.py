@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from pathlib import Path
 
 from services.cli.child import ChildSpec, ReadyProbe
 from services.cli.credentials import Credentials
-from services.cli.state import StateFolder
+from services.cli.state import STOP_S, StateFolder
 from shared.contracts.errors import SettingsError
-from shared.lifecycle.ready import READY_VARIABLE, read_ready
+from shared.lifecycle.ready import READY_VARIABLE, failure_path, read_ready
 from shared.lifecycle.runtime import NATS_PASSWORD_VARIABLE
 from shared.settings.load import ROOT, as_environment
 from shared.settings.models import for_model, served_models
@@ -101,6 +102,11 @@ def metrics_ports(settings: Settings) -> dict[str, int]:
     return {name: first + number if first else 0 for number, name in enumerate(names)}
 
 
+def stop_limit_s(settings: Settings) -> int:
+    """Seconds the stop of a whole stack may take: what streams are given, and the rest."""
+    return STOP_S + math.ceil(settings.gateway.shutdown_s)
+
+
 def stop_order(settings: Settings) -> list[list[str]]:
     """Groups of process names; a group stops when the one before it has.
 
@@ -157,7 +163,8 @@ def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str
         child_env.pop("BATON_REDIS_PASSWORD_FILE", None)
         if "BATON_REDIS_PASSWORD_FILE" in SECRET_FILES.get(service, {}) and env.get("BATON_REDIS_PASSWORD_FILE"):
             child_env["BATON_REDIS_PASSWORD_FILE"] = env["BATON_REDIS_PASSWORD_FILE"]
-    stop_s = plan.settings.gateway.shutdown_s + 7.0 if service == "gateway" else 15.0
+    # beside what streams take to finish, requests are settled and connections flushed
+    stop_s = 15.0 + (plan.settings.gateway.shutdown_s if service == "gateway" else 0.0)
     return ChildSpec(
         name=name,
         command=(sys.executable, "-m", f"services.{service.replace('-', '_')}"),
@@ -171,10 +178,10 @@ def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str
 
 
 def ready_file(path: Path) -> ReadyProbe:
-    """Ready when `path` holds the report of this very process, not of one before it."""
+    """Ready, or failed, when there is a report of this very process, not of one before it."""
 
     def probe(pid: int) -> Mapping[str, object] | None:
-        facts = read_ready(path)
-        return facts if facts is not None and facts.get("pid") == pid else None
+        reports = (read_ready(path), read_ready(failure_path(path)))
+        return next((facts for facts in reports if facts is not None and facts.get("pid") == pid), None)
 
     return probe

@@ -24,7 +24,14 @@ from services.cli.screen import Progress, ready_screen
 from services.cli.stack_models import with_models, with_resources
 from services.cli.state import StackRecord, StateFolder, state_path
 from services.cli.supervisor import Supervisor
-from services.cli.topology import StackPlan, instance_names, metrics_ports, service_spec, stop_order
+from services.cli.topology import (
+    StackPlan,
+    instance_names,
+    metrics_ports,
+    service_spec,
+    stop_limit_s,
+    stop_order,
+)
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.stop import stop_on_signals
 from shared.settings.load import load_settings, settings_file
@@ -32,7 +39,7 @@ from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
 FIRST_TOKEN_TIMEOUT_S = 120.0
-EXIT_FAILED, EXIT_SETTINGS = 1, 2
+EXIT_FAILED, EXIT_SETTINGS, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"baton: {message}", file=sys.stderr, flush=True)
+    for line in message.splitlines() if code == EXIT_SETTINGS else [message]:
+        print(f"baton: {line}", file=sys.stderr, flush=True)
     return code
 
 
@@ -64,16 +72,16 @@ async def _run(settings: Settings, options: argparse.Namespace, env: Mapping[str
     progress = Progress()
     supervisor = Supervisor(progress.say)
     # A second Ctrl-C ends the children at once; what they left behind is still cleared away.
-    stop = stop_on_signals(limit_s=120, hurry=supervisor.kill)
+    stop = stop_on_signals(stop_limit_s(settings), hurry=supervisor.kill)
     try:
         # What a killed stack left behind goes first; the lock says nobody uses it.
         state.clear_run()
         state = StateFolder(state.path)
-        await _serve(settings, options, env, state, stop, supervisor, progress)
+        served = await _serve(settings, options, env, state, stop, supervisor, progress)
     finally:
         state.clear_run()
         lock.release()
-    return 0
+    return 0 if served else EXIT_INTERRUPTED
 
 
 async def _serve(
@@ -84,7 +92,8 @@ async def _serve(
     stop: asyncio.Event,
     supervisor: Supervisor,
     progress: Progress,
-) -> None:
+) -> bool:
+    """Start, serve, stop. False when told to stop before the stack was ready."""
     _check_port(settings.gateway.host, settings.gateway.port, "gateway.port", "with --port")
     if settings.metrics.enabled and settings.metrics.port:
         for port in metrics_ports(settings).values():
@@ -92,7 +101,7 @@ async def _serve(
     starting = asyncio.create_task(_start(settings, env, state, supervisor, progress))
     try:
         if not await _unless_stopped(starting, stop):
-            return
+            return False
         ready = starting.result()
         async with control.serve_control(state.run, ready.orders):
             state.write_record(ready.record)
@@ -102,6 +111,7 @@ async def _serve(
             watching = asyncio.create_task(_watch(supervisor, state.logs))
             if await _unless_stopped(watching, stop):
                 watching.result()
+        return True
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -170,8 +180,8 @@ async def _start(
     finally:
         over.set()  # a thread cannot be cancelled, and the process would wait for it
     progress.done("a first token went through all services")
-    record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid())
-    screen = ready_screen(plan.settings, url, credentials.api_key, state.logs, progress.elapsed_s, token_s)
+    record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid(), stop_limit_s(plan.settings))
+    screen = ready_screen(plan.settings, record, state.logs, progress.elapsed_s, token_s)
     own_servers = [name for name, own in (("nats", plan.own_nats), ("redis", plan.own_redis)) if own]
     return _Ready(record, screen, restart.handler(supervisor, instance_names(settings), own_servers))
 

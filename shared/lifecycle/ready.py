@@ -1,4 +1,8 @@
-"""How a process tells whoever started it that it is ready, or why it can't be: a file that appears all at once."""
+"""How a process tells whoever started it that it is ready, or why it can't be: a file that appears all at once.
+
+Failures have a file of their own beside it: in a rolling restart the ready file still speaks of the predecessor, which
+goes on when its successor fails.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,30 @@ def report_ready(env: Mapping[str, str] | None = None, **facts: Any) -> None:
     """
     path = (os.environ if env is None else env).get(READY_VARIABLE)
     if path:
-        write_atomic(Path(path), json.dumps({"pid": os.getpid(), **facts}).encode())
+        _write(Path(path), facts)
 
 
 def report_failed(message: str, env: Mapping[str, str] | None = None) -> None:
-    """Tell in the same file that this process can't start, in one sentence for people."""
-    with suppress(OSError):  # the failure goes on being the news
-        report_ready(env, error=message)
+    """Tell in a file beside it that this process can't start, in one sentence for people."""
+    path = (os.environ if env is None else env).get(READY_VARIABLE)
+    if path:
+        with suppress(OSError):  # the failure goes on being the news
+            _write(failure_path(Path(path)), {"error": message})
+
+
+def failure_path(ready: Path) -> Path:
+    """Where a process with this ready file tells why it can't start."""
+    return ready.with_name(f"{ready.name}.failed")
 
 
 def read_ready(path: Path) -> dict[str, Any] | None:
-    """What a process reported, or None while it has not; with `error` when it can't start."""
+    """What a process reported in its ready file or in its `failure_path`; None while there is no such file."""
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
         return found
     except FileNotFoundError:
         return None
+
+
+def _write(path: Path, facts: Mapping[str, Any]) -> None:
+    write_atomic(path, json.dumps({"pid": os.getpid(), **facts}).encode())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -30,7 +31,7 @@ from shared.bus.nats_bus import NatsBus, connect_bus
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.logs import set_up_logs
 from shared.lifecycle.ready import READY_VARIABLE, read_ready, report_failed, report_ready
-from shared.lifecycle.stop import stop_on_signals
+from shared.lifecycle.stop import STOP_LIMIT_S, stop_on_signals
 from shared.settings.load import load_settings, settings_file
 from shared.settings.sections import Settings
 from shared.store.secrets import read_secret, read_secret_text, secret_path
@@ -45,7 +46,7 @@ NATS_PASSWORD_VARIABLE = "BATON_NATS_PASSWORD_FILE"
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Runtime:
     """One service's surroundings while it runs.
 
@@ -63,17 +64,24 @@ class Runtime:
     telemetry: Telemetry
     metrics: Metrics
     metrics_url: str
+    _reported: bool = False
 
     def ready(self, **facts: Any) -> None:
-        """Tell whoever started this process that it is ready; `facts` such as `port=8080` go along."""
+        """Tell whoever started this process that it is ready; `facts` such as `port=8080` go along.
+
+        Nothing once it was told to stop: whoever it was to succeed goes on.
+        """
+        if self.stop.is_set():
+            return
         log.info("ready%s", "".join(f" {name}={value}" for name, value in facts.items()))
         report_ready(self.env, metrics_url=self.metrics_url, **facts)
+        self._reported = True
 
     @property
     def superseded(self) -> bool:
-        """Another process has reported ready in this one's place: a rolling restart."""
+        """Another process has reported ready after this one did, and in its place: a rolling restart."""
         path = self.env.get(READY_VARIABLE)
-        facts = read_ready(Path(path)) if path else None
+        facts = read_ready(Path(path)) if path and self._reported else None
         return facts is not None and facts.get("pid") != os.getpid()
 
     def secret(self, variable: str) -> bytes:
@@ -86,14 +94,19 @@ class Runtime:
 
 
 @asynccontextmanager
-async def service_runtime(service: str, env: Mapping[str, str] | None = None) -> AsyncIterator[Runtime]:
-    """Settings, logs, signals and the bus of one service. Raises SettingsError, Unavailable, Forbidden."""
+async def service_runtime(
+    service: str, env: Mapping[str, str] | None = None, *, drain_s: Callable[[Settings], float] | None = None
+) -> AsyncIterator[Runtime]:
+    """Settings, logs, signals and the bus of one service. Raises SettingsError, Unavailable, Forbidden.
+
+    `drain_s` is how long by its settings the service lets work finish; its stop may take so much longer.
+    """
     env = dict(os.environ) if env is None else env
     settings = load_settings(env=env, file=settings_file(env)).settings
     set_up_logs(service, settings.log.format, settings.log.level)
     if not settings.bus.nats_url:
         raise SettingsError("NATS_URL is not set; a service needs the address of a NATS server", param="NATS_URL")
-    stop = stop_on_signals()
+    stop = stop_on_signals(STOP_LIMIT_S + (math.ceil(drain_s(settings)) if drain_s is not None else 0))
     password = ""
     if env.get(NATS_PASSWORD_VARIABLE):
         password = read_secret_text(Path(env[NATS_PASSWORD_VARIABLE]))
@@ -109,11 +122,16 @@ async def service_runtime(service: str, env: Mapping[str, str] | None = None) ->
         log.info("stopping")
 
 
-def run_service(service: str, main: Callable[[Runtime], Awaitable[None]]) -> None:
-    """Run `main` to its end on uvloop and exit: 0 after a stop, 2 for a wrong setting, 1 for another failure."""
+def run_service(
+    service: str, main: Callable[[Runtime], Awaitable[None]], *, drain_s: Callable[[Settings], float] | None = None
+) -> None:
+    """Run `main` to its end on uvloop and exit: 0 after a stop, 2 for a wrong setting, 1 for another failure.
+
+    `drain_s` as in `service_runtime`.
+    """
 
     async def whole() -> None:
-        async with service_runtime(service) as runtime:
+        async with service_runtime(service, drain_s=drain_s) as runtime:
             await main(runtime)
 
     try:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.lifecycle.ready import read_ready
+from shared.lifecycle.ready import failure_path, read_ready
+from shared.lifecycle.stop import STOP_LIMIT_S
 from shared.settings.load import ROOT
 from tests.servers import NatsServer
 
@@ -27,16 +28,21 @@ class Service:
         self.env |= {"NATS_URL": url, "BATON_READY_FILE": str(self.ready), "BATON_LOG_FORMAT": "json"}
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, body: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, body: str, options: str = "", **env: str) -> subprocess.Popen[str]:
         code = f"""
 import asyncio, time
 from shared.lifecycle.runtime import run_service
 async def main(runtime):
     {body}
-run_service("policy", main)
+run_service("policy", main{options})
 """
         process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env={**self.env, **env}, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**self.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.started.append(process)
         return process
@@ -57,8 +63,9 @@ def service(tmp_path: Path, nats_server: NatsServer) -> Iterator[Service]:
     for process in found.started:
         process.kill()
         process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -115,3 +122,46 @@ def test_a_stop_that_hangs_ends_and_a_second_signal_ends_it_at_once(service: Ser
     # What the limit of the stop does when it is reached: nothing inside the process could hold it up.
     limited.send_signal(signal.SIGALRM)
     assert end(limited)[0] == -signal.SIGALRM
+
+
+def test_the_limit_of_a_stop_grows_with_what_the_service_lets_finish(service: Service) -> None:
+    tell = "print('left', signal.alarm(0), file=sys.stderr)"
+    body = f"import signal, sys; {PLAIN}; {tell}"
+    drain = ", drain_s=lambda settings: settings.gateway.shutdown_s"
+    process = service.start(body, drain, BATON_GATEWAY_SHUTDOWN_S="100.5")
+    service.wait_ready()
+    process.send_signal(signal.SIGTERM)
+    _, errors = end(process)
+    left = int(errors.partition("left ")[2].split()[0])
+    assert 100 < left <= STOP_LIMIT_S + 101
+
+
+def test_only_who_was_ready_before_another_has_been_superseded(service: Service) -> None:
+    tell = "print('superseded', runtime.superseded, file=__import__('sys').stderr)"
+    other = json.dumps({"pid": 1})
+    # Given one that was ready, and another that is ready since
+    first = service.start(f"{PLAIN}; {tell}")
+    service.wait_ready()
+    service.ready.write_text(other)
+    # And one that is told to stop before it is ready, in whose place its predecessor goes on
+    second = service.start(f"print('waiting', flush=True); await runtime.stop.wait(); runtime.ready(); {tell}")
+    assert second.stdout is not None
+    assert second.stdout.readline() == "waiting\n"
+    for process, told in ((first, "superseded True"), (second, "superseded False")):
+        process.send_signal(signal.SIGTERM)
+        code, errors = end(process)
+        assert code == 0
+        assert told in errors
+    # Then the report in the file is still the other's
+    assert service.ready.read_text() == other
+
+
+def test_a_failure_is_told_beside_the_report_of_who_is_ready(service: Service) -> None:
+    service.ready.write_text(json.dumps({"pid": 1}))
+    process = service.start("runtime.secret('BATON_X_FILE')")
+    assert end(process)[0] == 2
+    assert read_ready(service.ready) == {"pid": 1}
+    told = read_ready(failure_path(service.ready))
+    assert told is not None
+    assert told["pid"] == process.pid
+    assert told["error"].startswith("BATON_X_FILE is not set")

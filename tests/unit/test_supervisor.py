@@ -31,6 +31,12 @@ READY = "from shared.lifecycle.ready import report_ready; report_ready(port=7)\n
 WAIT = "import time, signal\nsignal.signal(signal.SIGTERM, lambda *_: exit(0))\ntime.sleep(60)\n"
 
 
+def stopping_in(seconds: float) -> str:
+    """Code of a child that is ready, and takes so long to stop. A signal may come as soon as it is ready."""
+    end = f"lambda *_: (time.sleep({seconds}), exit(0))"
+    return f"import time, signal\nsignal.signal(signal.SIGTERM, {end})\n{READY}time.sleep(60)\n"
+
+
 def spec(folder: Path, name: str, code: str, **changes: object) -> ChildSpec:
     ready = folder / f"{name}.ready"
     env = {**os.environ, "BATON_READY_FILE": str(ready), "PYTHONPATH": str(ROOT)}
@@ -63,13 +69,13 @@ async def until(condition: object, timeout_s: float = 10.0) -> None:
 
 async def test_children_start_side_by_side_and_stop_in_order(tmp_path: Path) -> None:
     supervisor = Supervisor(lambda line: None)
-    slow = WAIT.replace("exit(0)", "(time.sleep(0.3), exit(0))")
-    facts = await supervisor.start([spec(tmp_path, "a", READY + slow), spec(tmp_path, "b", READY + WAIT)])
+    facts = await supervisor.start([spec(tmp_path, "a", stopping_in(0.5)), spec(tmp_path, "b", READY + WAIT)])
     assert facts["a"]["port"] == 7
     pids = supervisor.pids
     stopping = asyncio.create_task(supervisor.stop([["a"], ["b"]]))
-    await asyncio.sleep(0.15)
-    assert alive(pids["b"])
+    while alive(pids["a"]):
+        assert alive(pids["b"])
+        await asyncio.sleep(0.02)
     await stopping
     assert not any(alive(pid) for pid in pids.values())
 
