@@ -20,6 +20,7 @@ from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import (
+    WORKER_STOPPING,
     BatonError,
     Cancelled,
     Conflict,
@@ -87,7 +88,7 @@ class DecodeWorker:
     async def stop(self, limit_s: float) -> None:
         """Stop in the order `worker_shell` gives reasons for."""
         if not await self.shell.drain(lambda: len(self.book.table) == 0, limit_s):
-            error = Unavailable("the worker was stopped", code="worker_stopping", retry_after_s=1.0)
+            error = Unavailable("the worker was stopped", code=WORKER_STOPPING, retry_after_s=1.0)
             for held in [h for h in self.book.held.values() if not h.ended]:
                 await self.book.fail(held, error)
         for _ in range(int(FINALS_LIMIT_S / 0.05)):

@@ -22,6 +22,7 @@ from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import (
+    WORKER_STOPPING,
     BatonError,
     Conflict,
     ContextExceeded,
@@ -112,7 +113,7 @@ class PrefillWorker:
     async def stop(self, limit_s: float) -> None:
         """Stop in the order `worker_shell` gives reasons for. Decode workers go on alone from what they pulled."""
         if not await self.shell.drain(lambda: len(self.table) == 0, limit_s):
-            error = to_wire(Overloaded("the prefill worker was stopped", code="worker_stopping"))
+            error = to_wire(Overloaded("the prefill worker was stopped", code=WORKER_STOPPING))
             for run in list(self._runs.values()):
                 self._apply([run.source.fail(error, self.shell.clock())])
                 self._apply(self.table.cancel(run.source.attempt, "stopping"))

@@ -27,6 +27,9 @@ from typing import ClassVar
 
 import msgspec
 
+WORKER_STOPPING = "worker_stopping"
+"""Code of the error with which a worker that is stopped on purpose ends what it still runs."""
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error on the wire. `code` is stable for programs; `message` is for people, without prompt text."""

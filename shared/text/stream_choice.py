@@ -29,6 +29,8 @@ class StreamRules:
     """A request no scheduler ever took is tried for so long: an election, or a restart, takes a few seconds."""
     max_lost: int = 3
     """The loss with this number ends the request with an error."""
+    max_moves: int = 8
+    """So many stops of workers on purpose are no losses: a rolling restart may move one request several times."""
 
 
 @dataclass(slots=True)

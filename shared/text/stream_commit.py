@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import (
+    WORKER_STOPPING,
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -84,6 +85,8 @@ class StreamCommit:
         """Attempts declared lost, for whatever reason."""
         self.died = 0
         """Those of them whose worker died or fell silent, while it ran."""
+        self.moved = 0
+        """Those of them whose worker was stopped on purpose, and said so."""
         self.end: End | None = None
         self.settled = False
         self.totals = Totals()
@@ -374,6 +377,7 @@ class StreamCommit:
         if record.finish not in ("stop", "length"):
             error = from_wire(record.error) if record.error is not None else Cancelled("the worker ended the request")
             if isinstance(error, Unavailable):  # the worker cannot go on, another can
+                self.moved += error.code == WORKER_STOPPING
                 effects += self._lose(error.message, now)
                 return
             self._ack = (self.attempt, self.worker)
@@ -435,7 +439,7 @@ class StreamCommit:
         """Declare the current attempt lost: fence it, cancel it, go on elsewhere or give up."""
         old, worker = self.attempt, self.worker
         self.lost += 1
-        if self.lost >= self._rules.max_lost:
+        if self.lost - min(self.moved, self._rules.max_moves) >= self._rules.max_lost:
             message = f"{self.lost} workers were lost while the request ran; the last: {reason}"
             return self._finish("error", Unavailable(message, retry_after_s=1.0, code="worker_lost"), now)
         self.attempt = Attempt(old.request_id, Epoch(old.epoch + 1), Dispatch(0))

@@ -113,7 +113,7 @@ def test_two_deaths_make_a_suspect_which_gets_one_more_run_alone() -> None:
 
 def test_a_claims_epochs_are_above_those_a_session_before_it_can_have_used() -> None:
     assert [first_epoch(claim) for claim in (1, 2, 3)] == [1, 17, 33]
-    assert first_epoch(2) - first_epoch(1) > StreamRules().max_lost
+    assert first_epoch(2) - first_epoch(1) > StreamRules().max_lost + StreamRules().max_moves
 
 
 def test_request_ids_are_of_the_item_alone() -> None:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError, Internal, InvalidInput, Overloaded, Unavailable, to_wire
+from shared.contracts.errors import (
+    WORKER_STOPPING,
+    BatonError,
+    Internal,
+    InvalidInput,
+    Overloaded,
+    Unavailable,
+    to_wire,
+)
 from shared.contracts.ids import Dispatch, Epoch, RequestId, Term, WorkerId
 from shared.contracts.messages import Placed
 from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
@@ -166,6 +174,19 @@ def test_too_many_lost_workers_are_an_error() -> None:
     assert end.finish == "error"
     assert isinstance(end.error, Unavailable)
     assert stream.on_placed(placed(3, 1, W1), 3.0) == []
+
+
+def test_workers_that_stop_on_purpose_one_after_the_other_lose_nobody_but_not_for_ever() -> None:
+    stream = running(rules=StreamRules(max_lost=2, max_moves=3))
+    error = to_wire(Unavailable("the worker was stopped", code=WORKER_STOPPING))
+    for epoch in range(1, 5):
+        effects = stream.on_record(W1, record(0, [], epoch=epoch, finish="error", error=error), 1.0 * epoch)
+        assert kinds(effects) == ["SendCancel", "SubmitAttempt"]
+        stream.on_placed(placed(epoch + 1, 1), 1.0 * epoch)
+    end = stream.on_record(W1, record(0, [], epoch=5, finish="error", error=error), 5.0)[0]
+    assert (stream.lost, stream.died, stream.moved) == (5, 0, 5)
+    assert isinstance(end, End)
+    assert isinstance(end.error, Unavailable)
 
 
 def test_a_new_scheduler_term_resends_the_same_epoch_until_there_is_a_token() -> None:
