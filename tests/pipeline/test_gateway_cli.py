@@ -50,8 +50,19 @@ async def test_trace_lists_requests_and_prints_one() -> None:
         code, text, error = await baton(url, "trace", request, key="key-admin")
         assert code == 0, error
         assert "gateway.stream" in text
-        code, _, error = await baton(url, "trace", key="key-a")
-        assert (code, error) == (1, "baton trace: HTTP 403: this needs an admin key\n")
+        # a tenant's key shows its own requests like the admin's, and no other's
+        code, table, error = await baton(url, "trace", key="key-a")
+        assert (code, error) == (0, "")
+        assert [line.split()[0] for line in table.splitlines()[1:]] == [request]
+        code, text, _ = await baton(url, "trace", request, key="key-a")
+        assert code == 0
+        assert "gateway.stream" in text
+        code, table, error = await baton(url, "trace", key="key-b")
+        assert (code, error) == (0, "")
+        assert request not in table
+        code, text, error = await baton(url, "trace", request, key="key-b")
+        assert (code, text) == (1, "")
+        assert f"no trace '{request}'" in error
 
 
 def test_a_chat_is_cooler_than_the_api_unless_told() -> None:

@@ -233,7 +233,7 @@ BAD = {
     "wrong method": Bad(405, "method_not_allowed", None, method="GET"),
     "unknown path": Bad(404, "unknown_url", None, chat_body(), "responses/nothing"),
     "huge body": Bad(413, "request_too_large", None, b" " * (17 * 1024 * 1024)),
-    "not an admin": Bad(403, "forbidden", None, None, "../baton/traces", "GET", OTHER_KEY),
+    "not an admin": Bad(403, "forbidden", None, None, "../baton/cluster", "GET", OTHER_KEY),
 }
 
 
