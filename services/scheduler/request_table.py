@@ -21,13 +21,12 @@ from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.outbox import Event
 from services.scheduler.placement import HandoffCost
 from services.scheduler.placer import Placer, TableLimits
-from services.scheduler.queue import CLASSES
 from services.scheduler.record import PLACING, Record, State, Verdict, judge
 from services.scheduler.worker_registry import LostWorker, WorkerRegistry
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Cancelled, Conflict, DeadlineExceeded, Overloaded, Unavailable, to_wire
-from shared.contracts.grants import Grant
+from shared.contracts.grants import CLASSES, Grant
 from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
 
 LISTING_GRACE_S = 3.0
