@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.batch.intake import IntakeLimits
 from services.batch.runner_config import RunnerConfig
 from services.batch.service import BatchConfig, BatchService
 from services.batch.store import BatchStore
@@ -40,10 +39,9 @@ async def main(runtime: Runtime) -> None:
             max_file_bytes=batch.max_file_bytes,
             max_line_bytes=settings.gateway.max_body_bytes,
             window_s=batch.window_s,
-            enqueued_tokens=batch.enqueued_tokens,
         ),
-        intake=IntakeLimits(lines=batch.max_queued_lines, tokens=batch.enqueued_tokens),
         max_running=batch.max_running,
+        max_queued_lines=batch.max_queued_lines,
         queue_tenants=Path(path) if (path := runtime.env.get(QUEUE_TENANTS_VARIABLE)) else None,
     )
     sealer = Sealer(runtime.secret(MASTER_KEY_VARIABLE))

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,11 +21,11 @@ from services.batch.queue_results import ResultsDesk
 from services.batch.records import QUEUE_BATCH, ItemBody, ItemResult, Put
 from services.batch.store import BatchStore
 from services.batch.validation import Line, LineFault, custom_id_of, parse_line
-from shared.bus.bus import Bus, Delivery, Subscription
+from shared.bus.bus import Bus, Delivery, Redeliver, Subscription
 from shared.bus.streams import submit_stream
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem
-from shared.contracts.errors import BatonError, SettingsError, Unavailable
+from shared.contracts.errors import BatonError, Overloaded, SettingsError, Unavailable
 from shared.contracts.ids import TenantId, is_id
 from shared.ingress.prompt_codec import SHORT_BODY_BYTES
 from shared.ingress.served_models import ServedModels
@@ -37,6 +36,7 @@ log = logging.getLogger("baton.batch")
 DURABLE = "batch"
 TRIM_EVERY = 100
 """After so many lines of a tenant its oldest results are looked at: more than may be kept go."""
+AWAY_PAUSE_S = 1.0
 LOOK_S = 2.0
 """How often the list of tenants is looked at. A change is taken up once it is as old: NATS must have read its part."""
 
@@ -51,18 +51,16 @@ _FULL = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class IntakeLimits:
-    """What one tenant may have waiting: lines, and prompt tokens over all its batches (0 = any number)."""
-
-    lines: int
-    tokens: int = 0
+TokenLimit = Callable[[TenantId, str], Awaitable[int]]
+"""How many prompt tokens a tenant that asks for this model may have waiting over all its batches; 0 = any number."""
 
 
 class Intake:
     """The queue's door; an async context manager.
 
     Args:
+        token_limit: raises what policy refuses the tenant with.
+        max_lines: most lines of one tenant waiting.
         tenants: file with the JSON list of tenants that have a NATS user; None: there are none.
         clock: unix seconds.
     """
@@ -72,15 +70,17 @@ class Intake:
         bus: Bus,
         store: BatchStore,
         models: ServedModels,
-        limits: IntakeLimits,
+        token_limit: TokenLimit,
         tenants: Path | None,
         *,
+        max_lines: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._bus = bus
         self._store = store
         self._models = models
-        self._limits = limits
+        self._token_limit = token_limit
+        self._max_lines = max_lines
         self._file = tenants
         self._clock = clock
         self._desk = ResultsDesk(store.queue, self._untaken)
@@ -107,7 +107,8 @@ class Intake:
     # ------------------------------------------------------------------------------------------ lines
 
     async def _on_line(self, delivery: Delivery) -> None:
-        """Take one line. Raises Unavailable while Redis or NATS does not answer: then it is delivered again."""
+        """Take one line. Raises Unavailable while Redis or NATS does not answer, and Redeliver while policy does not:
+        then it is delivered again."""
         tenant, line = _tenant_of(delivery), bytes(delivery.message)
         try:
             parsed = await _parsed(line)
@@ -131,16 +132,20 @@ class Intake:
     async def _keep(self, tenant: TenantId, number: int, line: Line) -> LineFault | None:
         """Store the line's body to be run; why not, if it is not to be."""
         try:
-            tokens = len(await self._models.get(line.request.model).codec.encode(line.request))
+            model = self._models.get(line.request.model)
+            tokens = len(await model.codec.encode(line.request))
+            limit = await self._token_limit(tenant, model.name)
+        except (Unavailable, Overloaded) as exc:
+            raise Redeliver(AWAY_PAUSE_S) from exc
         except BatonError as exc:
             return LineFault(exc.code, exc.message, f"body.{exc.param}" if exc.param else "body")
         except Exception as exc:
             return _unexpected(exc)
         body = ItemBody(line.custom_id, line.url, line.body, tokens)
-        found = await self._store.queue.put_body(
-            tenant, number, body, tokens_limit=self._limits.tokens, lines_limit=self._limits.lines
-        )
-        return _FULL.get(found)
+        found = await self._store.queue.put_body(tenant, number, body, tokens_limit=limit, lines_limit=self._max_lines)
+        if (full := _FULL.get(found)) is not None:
+            await self._store.queue.release(tenant, number, line.custom_id)
+        return full
 
     async def _refuse(self, tenant: TenantId, number: int, custom_id: str, fault: LineFault) -> None:
         message = f"{fault.param}: {fault.message}" if fault.param else fault.message

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 
 from services.batch.records import ItemBody
+from services.batch.tenant_terms import tenant_terms
 from services.batch.validation import ENDPOINTS
-from shared.contracts import subjects
 from shared.contracts.errors import InvalidInput
-from shared.contracts.grants import Grant
 from shared.contracts.ids import RequestId, TenantId
-from shared.contracts.message import decode
-from shared.contracts.messages import AdmitTenant, Granted, Identity, Refusal
+from shared.contracts.messages import Identity
 from shared.ingress.ingress import Ingress
 from shared.ingress.request_plan import RequestPlan, make_plan
 
@@ -31,18 +29,8 @@ async def plan_item(ingress: Ingress, tenant: TenantId, request_id: RequestId, b
     prompt = await model.codec.encode(request)
     identity = Identity(tenant=tenant, key_id="")
     if request.output_limit is None and prompt:
-        identity = await _tenant_terms(ingress, tenant, request_id, model.name, len(prompt))
+        identity = await tenant_terms(ingress, tenant, request_id, model.name, len(prompt))
     return make_plan(request, prompt, model, identity=identity, seed=seed_of(request_id))
-
-
-async def _tenant_terms(
-    ingress: Ingress, tenant: TenantId, request_id: RequestId, model: str, num_prompt: int
-) -> Identity:
-    """How much output the tenant gets that names no number: said with any grant, and a grant holds nothing."""
-    ask = AdmitTenant(request_id=request_id, tenant=tenant, model=model, num_prompt_tokens=num_prompt, max_tokens=1)
-    granted: Granted = await ingress.ask_policy(subjects.POLICY_ADMIT_TENANT, ask, Granted | Refusal)
-    grant = decode(granted.grant.payload, Grant)
-    return Identity(tenant=tenant, key_id="", default_max_tokens=granted.default_max_tokens, limits=grant.limits)
 
 
 def seed_of(request_id: RequestId) -> int:

@@ -73,7 +73,7 @@ class JobDesk:
             completion_window=request.completion_window,
             metadata=request.metadata,
             output_expires_after_s=request.output_expires_after_s,
-            enqueued_tokens_limit=request.enqueued_tokens_limit or self._config.enqueued_tokens,
+            enqueued_tokens_limit=request.enqueued_tokens_limit,
             models=request.models,
         )
         batch_id = await self._store.jobs.create(request.tenant, spec, states.VALIDATING)

@@ -18,7 +18,7 @@ from shared.store.sealed import Sealer
 TRIM = 500
 """Most results one `trim` removes."""
 
-_SLOT, _PUT, _TRIM = lua("queue_slot"), lua("queue_put"), lua("queue_trim")
+_SLOT, _RELEASE, _PUT, _TRIM = (lua(f"queue_{name}") for name in ("slot", "release", "put", "trim"))
 
 
 class QueueStore:
@@ -44,9 +44,14 @@ class QueueStore:
         sealed = self._sealer.seal(tenant, f"job:{QUEUE_BATCH}", msgspec.msgpack.encode(spec))
         await self._redis.execute("SADD", self._keys.tenants, tenant)
         keys = [self._keys.job(tenant, QUEUE_BATCH)]
-        keys += self._keys.job_parts(tenant, QUEUE_BATCH, "origins", "ids", "refs")
+        keys += self._keys.job_parts(tenant, QUEUE_BATCH, "origins", "ids", "refs", "results")
         number, duplicate = await self._redis.script(_SLOT, keys, (origin, _hashed(custom_id), sealed))
         return QueueSlot(int(number), bool(duplicate))
+
+    async def release(self, tenant: TenantId, number: int, custom_id: str) -> None:
+        """The line is told to come again later: its custom_id is free. To be done before it gets that result."""
+        keys = [self._keys.job(tenant, QUEUE_BATCH, "ids")]
+        await self._redis.script(_RELEASE, keys, (_hashed(custom_id), str(number)))
 
     async def put_body(
         self, tenant: TenantId, number: int, body: ItemBody, *, tokens_limit: int = 0, lines_limit: int = 0

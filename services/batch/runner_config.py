@@ -14,8 +14,6 @@ class RunnerConfig:
     max_line_bytes: int = 4 * 1024 * 1024
     """As long as the body of a request may be."""
     window_s: float = 86400.0
-    enqueued_tokens: int = 0
-    """Limit of tenants without one of their own; 0 = none."""
     lease_s: float = 10.0
     poll_s: float = 0.5
     scan_s: float = 1.0

@@ -10,12 +10,13 @@ from types import TracebackType
 from services.batch.batch_metrics import BatchMetrics
 from services.batch.executor import Executor
 from services.batch.files import FileDesk
-from services.batch.intake import Intake, IntakeLimits, announce
+from services.batch.intake import Intake, announce
 from services.batch.jobs import JobDesk
 from services.batch.records import QUEUE_BATCH, ItemResult
 from services.batch.runner import BatchRunner
 from services.batch.runner_config import RunnerConfig
 from services.batch.store import BatchStore
+from services.batch.tenant_terms import TokenLimits
 from shared.bus.bus import Bus, Subscription
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem, BatchRequest, FileRequest
@@ -30,12 +31,13 @@ QUEUE = "batch"
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """`queue_tenants`: file with the tenants that have a NATS user; None: there are none."""
+    """`queue_tenants`: file with the tenants that have a NATS user; None: there are none. `max_queued_lines`: most
+    lines of one of them waiting."""
 
     ingress: IngressConfig
     runner: RunnerConfig
-    intake: IntakeLimits
     max_running: int = 16
+    max_queued_lines: int = 10_000
     queue_tenants: Path | None = None
 
 
@@ -58,7 +60,14 @@ class BatchService:
         self.ingress = Ingress(bus, config.ingress, telemetry, models, metrics=metrics)
         self.runner = BatchRunner(store, bus, models, config.runner, config.ingress.ingress_id)
         self.executor = Executor(bus, store, self.ingress, max_running=config.max_running, on_result=self._on_result)
-        self._intake = Intake(bus, store, models, config.intake, config.queue_tenants)
+        self._intake = Intake(
+            bus,
+            store,
+            models,
+            TokenLimits(self.ingress).of,
+            config.queue_tenants,
+            max_lines=config.max_queued_lines,
+        )
         self.metrics = BatchMetrics(store, metrics, lambda: self.executor.running)
         self._files = FileDesk(store, config.runner)
         self._jobs = JobDesk(store, self.runner, config.runner)

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from services.batch.intake import Intake, IntakeLimits, announce
+from services.batch.intake import Intake, announce
 from services.batch.records import ItemResult, Put
 from services.batch.store import BatchStore
 from shared.bus import nats_consumer
@@ -20,6 +20,7 @@ from shared.bus.nats_bus import connect_bus
 from shared.bus.streams import stream_name
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem
+from shared.contracts.ids import TenantId
 from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.served_models import ServedModel, ServedModels
 from shared.store.redis_store import connect_redis
@@ -51,7 +52,11 @@ async def main(nats_url: str, password: str, redis_url: str, prefix: str, tenant
                 await announce(bus, item.tenant, item.number, result)
 
         await bus.consume(stream_name("batch.item"), subjects.ANY_BATCH_ITEM, BatchItem, run, durable="batch")
-        async with Intake(bus, store, models, IntakeLimits(lines=1000), Path(tenants)):
+
+        async def any_number(tenant: TenantId, model: str) -> int:
+            return 0
+
+        async with Intake(bus, store, models, any_number, Path(tenants), max_lines=1000):
             print("ready", flush=True)
             await asyncio.Event().wait()
 

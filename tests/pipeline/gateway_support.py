@@ -28,7 +28,7 @@ from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Unauthenticated, to_wire
-from shared.contracts.grants import Grant, Scope, SignedGrant
+from shared.contracts.grants import Grant, Limits, Scope, SignedGrant
 from shared.contracts.ids import Dispatch, Incarnation, IngressId, RequestId, TenantId, Term, WorkerId
 from shared.contracts.message import encode
 from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
@@ -92,6 +92,7 @@ class Backend:
     """Frames wait for it after the first."""
     drop_every: int = 0
     """Every so many-th frame is lost; the listing shows it."""
+    limits: Limits = field(default_factory=Limits)
     worker: WorkerId = FIRST_WORKER
     admits: list[m.Admit | m.AdmitTenant] = field(default_factory=list)
     submits: list[m.Submit] = field(default_factory=list)
@@ -160,6 +161,7 @@ class Backend:
             reserved_tokens=0,
             expires_s=time.time() + 60,
             budget_s=60.0,
+            limits=self.limits,
         )
         return m.Granted(grant=SignedGrant(encode(grant), b""), default_max_tokens=7 if batch else 0)
 

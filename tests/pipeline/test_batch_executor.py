@@ -13,11 +13,12 @@ import pytest
 from services.batch import executor as executor_module
 from services.batch.item_rules import request_id_of
 from services.batch.records import Put
+from services.batch.tenant_terms import KEPT_S, TokenLimits
 from shared.bus.memory_bus import MemoryBroker
 from shared.contracts.attempt import Attempt
 from shared.contracts.batch_messages import BatchItem
-from shared.contracts.errors import InvalidInput, Overloaded, Unavailable
-from shared.contracts.grants import SignedGrant
+from shared.contracts.errors import InvalidInput, Overloaded, Unavailable, UnknownModel
+from shared.contracts.grants import Limits, SignedGrant
 from shared.contracts.ids import Epoch
 from shared.contracts.message import encode
 from shared.contracts.messages import AdmitTenant, Settle
@@ -93,6 +94,23 @@ async def test_a_request_without_a_limit_gets_the_tenants_default(redis_server: 
         results = await world.finished(job)
         assert results[1].completion_tokens == 7
         assert world.backend.submits[0].sampling[0].max_tokens == 7
+
+
+async def test_a_tenants_limit_of_waiting_tokens_is_policys_word_for_a_moment(redis_server: RedisServer) -> None:
+    now = 100.0
+    limited = backend(limits=Limits(batch_enqueued_tokens=70))
+    async with executor_world(redis_server, limited) as world, world.executor() as executor:
+        limits = TokenLimits(executor._ingress, clock=lambda: now)
+        assert await limits.of(ANN, "tiny") == 70
+        world.backend.limits = Limits(batch_enqueued_tokens=0)
+        assert await limits.of(ANN, "tiny") == 70
+        assert await limits.of(BOB, "tiny") == 0
+        now += KEPT_S
+        assert await limits.of(ANN, "tiny") == 0
+        world.backend.policy_refuses = UnknownModel("no such model", param="model")
+        now += KEPT_S
+        with pytest.raises(UnknownModel):
+            await limits.of(ANN, "huge")
 
 
 async def test_items_that_cannot_run_get_their_error_and_cost_nothing(redis_server: RedisServer) -> None:

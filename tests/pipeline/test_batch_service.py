@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from services.batch import executor as executor_module
-from services.batch.intake import IntakeLimits
 from services.batch.runner_config import RunnerConfig
 from services.batch.service import BatchConfig, BatchService
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
@@ -34,7 +33,6 @@ async def batch_service(world: ExecutorWorld, max_running: int = 4) -> AsyncIter
     config = BatchConfig(
         ingress=IngressConfig(BATCH, "batch", tick_s=0.05, beat_s=0.05, drain_s=0.0, hop_timeout_s=2.0),
         runner=RunnerConfig(lease_s=1.0, poll_s=0.05, scan_s=0.05),
-        intake=IntakeLimits(lines=100),
         max_running=max_running,
     )
     async with (

@@ -13,7 +13,7 @@ import pytest
 
 from services.batch import intake as intake_module
 from services.batch import queue_results
-from services.batch.intake import Intake, IntakeLimits
+from services.batch.intake import Intake
 from services.batch.records import QUEUE_BATCH, ItemResult, Put
 from services.batch.store import BatchStore
 from shared.bus.bus import Delivery
@@ -21,7 +21,7 @@ from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.streams import stream_name, submit_stream
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem
-from shared.contracts.errors import SettingsError, Unavailable
+from shared.contracts.errors import BatonError, Forbidden, SettingsError, Unavailable
 from shared.contracts.ids import TenantId
 from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.served_models import ServedModel, ServedModels
@@ -29,7 +29,7 @@ from tests.pipeline.batch_support import ANN, BOB, batch_store
 from tests.servers import RedisServer
 from tests.tiny_tokenizer import tiny_tokenizer
 
-LIMITS = IntakeLimits(lines=100)
+MODEL = "tiny"
 
 
 def line(custom_id: str = "a", prompt: str = "hi", **changes: Any) -> bytes:
@@ -50,6 +50,9 @@ class Queue:
         self.tenant = MemoryBus(broker, "tenant")
         self.items: list[BatchItem] = []
         self.done: list[dict[str, Any]] = []
+        self.token_limits: dict[TenantId, int] = {}
+        self.policy_says: BatonError | None = None
+        self.asked = 0
 
     async def listen(self) -> None:
         async def on_item(delivery: Delivery) -> None:
@@ -65,10 +68,19 @@ class Queue:
         self.path.write_text(json.dumps(tenants))
 
     @asynccontextmanager
-    async def intake(self, limits: IntakeLimits = LIMITS) -> AsyncIterator[Intake]:
+    async def intake(self, max_lines: int = 100) -> AsyncIterator[Intake]:
         codec = PromptCodec(tiny_tokenizer(), 64)
-        models = ServedModels([ServedModel("tiny", "default", 64, codec)])
-        async with Intake(MemoryBus(self.broker, "batch"), self.store, models, limits, self.path) as intake:
+        models = ServedModels([ServedModel(MODEL, "default", 64, codec, aliases=("alias",))])
+
+        async def token_limit(tenant: TenantId, model: str) -> int:
+            assert model == MODEL
+            self.asked += 1
+            if self.policy_says is not None:
+                raise self.policy_says
+            return self.token_limits.get(tenant, 0)
+
+        bus = MemoryBus(self.broker, "batch")
+        async with Intake(bus, self.store, models, token_limit, self.path, max_lines=max_lines) as intake:
             yield intake
         codec.close()
 
@@ -165,7 +177,7 @@ async def test_one_line_of_a_custom_id_runs_and_the_other_is_told(queue: Queue) 
 
 
 async def test_a_line_beyond_the_limit_is_told_and_later_ones_are_taken_again(queue: Queue) -> None:
-    async with queue.intake(IntakeLimits(lines=2)):
+    async with queue.intake(max_lines=2):
         for number in (1, 2, 3):
             await queue.publish(line(f"c{number}"))
         await queue.publish(line("c1"), BOB)
@@ -175,14 +187,47 @@ async def test_a_line_beyond_the_limit_is_told_and_later_ones_are_taken_again(qu
         await queue.publish(line("c4"))
         await until(lambda: len(queue.items) == 4)
         assert [item.custom_id for item in queue.items if item.tenant == ANN] == ["c1", "c2", "c4"]
+        # told to come again later, so it may
+        await queue.finish(2)
+        await queue.publish(line("c3"))
+        await until(lambda: len(queue.items) == 5)
+        assert queue.items[-1].custom_id == "c3"
+        # and now it is there
+        await queue.publish(line("c3"))
+        assert (await queue.finished(4))[-1]["error"]["code"] == "duplicate_custom_id"
 
 
-async def test_prompt_tokens_waiting_are_bounded(queue: Queue) -> None:
-    async with queue.intake(IntakeLimits(lines=100, tokens=20)):
+async def test_prompt_tokens_waiting_are_bounded_by_the_tenants_own_limit(queue: Queue) -> None:
+    queue.token_limits[ANN] = 20
+    async with queue.intake():
         for number in (1, 2):
             await queue.publish(line(f"c{number}", "x" * 15))
+            await queue.publish(line(f"c{number}", "x" * 15), BOB)
         (refused,) = await queue.finished(1)
-        assert refused["error"]["code"] == "token_limit_exceeded"
+        assert (refused["custom_id"], refused["error"]["code"]) == ("c2", "token_limit_exceeded")
+        await until(lambda: len(queue.items) == 3)
+        assert (await queue.results(BOB))["data"] == []
+
+
+async def test_what_policy_refuses_is_the_lines_result(queue: Queue) -> None:
+    queue.policy_says = Forbidden("there is no such tenant", param="tenant", code="unknown_tenant")
+    async with queue.intake():
+        await queue.publish(line())
+        (refused,) = await queue.finished(1)
+        assert refused["error"]["code"] == "unknown_tenant"
+
+
+async def test_a_line_waits_for_policy(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module, "AWAY_PAUSE_S", 0.05)
+    queue.policy_says = Unavailable("policy: nobody listens")
+    async with queue.intake():
+        await queue.publish(line())
+        await until(lambda: queue.asked >= 2)
+        page = await queue.results()
+        assert (page["data"], page["pending"] > 0) == ([], True)
+        queue.policy_says = None
+        await until(lambda: queue.items)
+        assert queue.items[0].number == 1
 
 
 async def test_a_message_delivered_again_changes_nothing(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 -- A number in the standing batch for a line, the same one whenever the same message asks again.
 -- KEYS: job, origins (hash: origin -> number), ids (hash: hash of custom_id -> number), refs (hash: number -> origin id),
---       spec and status are set when the batch is new
+--       results; spec and status are set when the batch is new
 -- ARGV: origin (the message's own name), hash of the custom_id or empty, sealed spec
 -- Returns {number, 1 if another line had this custom_id}
 redis.call('HSETNX', KEYS[1], 'spec', ARGV[3])
@@ -11,7 +11,8 @@ if not number then
   redis.call('HSET', KEYS[2], ARGV[1], number)
   redis.call('HSET', KEYS[4], number, ARGV[1] .. ' ' .. ARGV[2])
 end
-if ARGV[2] == '' then
+-- What has its result may have given its custom_id back.
+if ARGV[2] == '' or redis.call('HEXISTS', KEYS[5], number) == 1 then
   return {tonumber(number), 0}
 end
 redis.call('HSETNX', KEYS[3], ARGV[2], number)

@@ -1,0 +1,50 @@
+"""What policy says of a tenant that asks for no run yet: a grant holds nothing, so it is asked for one to hear it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from shared.contracts import subjects
+from shared.contracts.grants import Grant
+from shared.contracts.ids import RequestId, TenantId
+from shared.contracts.message import decode
+from shared.contracts.messages import AdmitTenant, Granted, Identity, Refusal
+from shared.ingress.ingress import Ingress
+
+KEPT_S = 5.0
+
+
+async def tenant_terms(
+    ingress: Ingress, tenant: TenantId, request_id: RequestId, model: str, num_prompt_tokens: int
+) -> Identity:
+    """The tenant's limits, and how much output it gets where it names no number.
+
+    Raises what policy refuses such a request with, or Unavailable.
+    """
+    ask = AdmitTenant(
+        request_id=request_id, tenant=tenant, model=model, num_prompt_tokens=num_prompt_tokens, max_tokens=1
+    )
+    granted: Granted = await ingress.ask_policy(subjects.POLICY_ADMIT_TENANT, ask, Granted | Refusal)
+    grant = decode(granted.grant.payload, Grant)
+    return Identity(tenant=tenant, key_id="", default_max_tokens=granted.default_max_tokens, limits=grant.limits)
+
+
+class TokenLimits:
+    """How many prompt tokens tenants may have waiting, as policy said at most KEPT_S ago."""
+
+    def __init__(self, ingress: Ingress, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ingress = ingress
+        self._clock = clock
+        self._known: dict[TenantId, tuple[float, int]] = {}
+
+    async def of(self, tenant: TenantId, model: str) -> int:
+        """0 = any number. Raises what policy refuses a request for `model` with, or Unavailable."""
+        now = self._clock()
+        asked_at, limit = self._known.get(tenant, (-KEPT_S, 0))
+        if now - asked_at >= KEPT_S:
+            name = RequestId(f"req-{secrets.token_hex(16)}")
+            limit = (await tenant_terms(self._ingress, tenant, name, model, 1)).limits.batch_enqueued_tokens
+            self._known[tenant] = (now, limit)
+        return limit
