@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -28,10 +30,14 @@ COMMANDS = {
 USAGE = "usage: ./baton COMMAND [options]      ./baton COMMAND --help tells more\n\n" + "\n".join(
     f"  {name:<8} {summary}" for name, (_, _, summary) in COMMANDS.items()
 )
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str]) -> int:
-    """Dispatch; a reader of our output that left (`./baton trace | head`) ends the command quietly."""
+    """Dispatch; a reader of our output that left (`./baton trace | head`) and Ctrl-C end the command quietly."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal of few characters shows a ? for the others
     try:
         code = _dispatch(argv)
         sys.stdout.flush()
@@ -39,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
         # The interpreter would fail once more in its last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return code
 
 
@@ -58,9 +66,10 @@ def refuse(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if argv:
-        print(f"baton: no command {argv[0]!r}\n", file=sys.stderr)
+        meant = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        print(f"baton: no command {argv[0]!r}{f'; did you mean {meant[0]}?' if meant else ''}\n", file=sys.stderr)
     print(USAGE, file=sys.stderr)
-    return 2
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import codecs
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from services.cli.batch_client import Batch, BatchClient, first_url
 from services.cli.batch_view import ENDED, details, error_lines, progress_line, table
 from services.cli.connection import add_connection_options, connection
+from services.cli.words import sentence
 from shared.contracts.errors import BatonError, Conflict, InvalidInput, Unavailable
 from shared.lifecycle.plain_text import json_text
 
@@ -103,7 +105,7 @@ def list_batches(client: BatchClient, options: argparse.Namespace) -> int:
 
 def results(client: BatchClient, options: argparse.Namespace) -> int:
     """Write a batch's output lines, then its error lines."""
-    batch = client.get(options.id)
+    batch = client.get(options.id) if options.id else _newest(client)
     if batch["status"] not in ENDED:
         raise Conflict(
             f"the batch is {batch['status']}; its files come when it ends: ./baton batch watch {batch['id']}"
@@ -224,6 +226,7 @@ class _Screen:
             return
         line = progress_line(batch)
         if self._tty:
+            line = line[: max(1, shutil.get_terminal_size().columns - 1)]  # one that wraps could not be redrawn
             print(f"\r{line:<{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = len(line)
         elif batch["status"] != self._last or time.monotonic() - self._said > QUIET_S:
@@ -242,29 +245,30 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[..., int], summary: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=summary, description=summary)
+        found = commands.add_parser(name, help=summary, description=sentence(summary))
         found.set_defaults(command=command)
         found.add_argument("--json", action="store_true", help="print what the server says, as JSON lines")
         add_connection_options(found)
         return found
 
     found = add("submit", submit, "upload a file of requests, one JSON object a line, and begin a batch over it")
-    found.add_argument("file", metavar="FILE.jsonl")
+    found.add_argument("file", metavar="FILE.jsonl", help="as for OpenAI's batch API")
     found.add_argument("--watch", action="store_true", help="follow it to its end")
-    found.add_argument("--endpoint", help="default: the url of the first line")
+    found.add_argument("--endpoint", metavar="URL", help="default: the url of the first line")
     found.add_argument("--metadata", action="append", default=[], metavar="NAME=VALUE", help="noted with the batch")
     for name, command, summary in (
         ("status", status, "show a batch, the newest by default"),
         ("watch", watch, "follow a batch to its end, the newest by default"),
     ):
         add(name, command, summary).add_argument("id", nargs="?", metavar="ID")
-    found = add("results", results, "write the output lines of a batch that has ended, then its error lines")
-    found.add_argument("id", metavar="ID")
+    summary = "write the output lines of a batch that has ended, then its error lines; the newest by default"
+    found = add("results", results, summary)
+    found.add_argument("id", nargs="?", metavar="ID")
     found.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
     found.add_argument("--only", choices=("output", "errors"), help="one of the two files alone")
     add("cancel", cancel, "cancel a batch; what has finished is kept").add_argument("id", metavar="ID")
     found = add("list", list_batches, "list batches, newest first")
-    found.add_argument("--limit", type=_limit, default=20, help="most batches (default 20)")
+    found.add_argument("--limit", type=_limit, default=20, metavar="N", help="most batches (default 20)")
     return parser
 
 

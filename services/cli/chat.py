@@ -21,10 +21,16 @@ CONNECT_S, READ_S = 5.0, 120.0
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit code: 0, 1 on an error, 130 on Ctrl-C."""
     options = _parser().parse_args(argv)
-    question = " ".join(options.question) or sys.stdin.read()
+    if not options.question and sys.stdin.isatty():
+        print("the question, then Ctrl-D:", file=sys.stderr)
+    try:
+        question = " ".join(options.question) or sys.stdin.read()
+    except UnicodeDecodeError as exc:
+        print(f"baton chat: the question is not {exc.encoding} text", file=sys.stderr)
+        return 2
     if not question.strip():
         print("baton chat: no question; give it as an argument or on standard input", file=sys.stderr)
-        return 1
+        return 2
     try:
         target = connection(options, os.environ)
         for piece in ask(target, question, options):
@@ -93,16 +99,19 @@ def read_stream(lines: Iterator[str]) -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton chat", description="Ask the running stack; the answer streams.")
-    parser.add_argument("question", nargs="*", help="the question; without one it is read from standard input")
-    parser.add_argument("--system", help="a system message")
-    parser.add_argument("--model", help="the model; default: the one served")
+    parser.add_argument(
+        "question", nargs="*", metavar="QUESTION", help="the question; without one it is read from standard input"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--model", metavar="NAME", help="the model; default: the first one served")
     parser.add_argument(
         "--temperature",
         type=float,
+        metavar="T",
         default=0.2,
         help="0 is greedy; default 0.2, since a small model rambles at the API's 1.0",
     )
-    parser.add_argument("--max-tokens", type=int, help="most output tokens")
-    parser.add_argument("--seed", type=int, help="makes the answer repeatable")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most output tokens")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes the answer repeatable")
     add_connection_options(parser)
     return parser

@@ -8,12 +8,13 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.cli.words import sentence
 from shared.contracts.errors import SettingsError
-from shared.settings.load import LoadedSettings, load_settings, settings_file
+from shared.settings.load import DEFAULT, LoadedSettings, read_settings, settings_file
 from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
@@ -30,13 +31,17 @@ def main(argv: Sequence[str]) -> int:
     env = dict(os.environ)
     try:
         path = settings_file(env, options.config)
-        loaded = load_settings(env=env, file=path)
-        findings = list(problems(loaded.settings))
     except SettingsError as exc:
-        print(f"baton: {exc.message}", file=sys.stderr)
+        print(f"baton config: {exc.message}", file=sys.stderr)
         return EXIT_WRONG
+    loaded, faults = read_settings(env=env, file=path)
+    findings = [fault.message for fault in faults]
+    findings += problems(loaded, frozenset(fault.param for fault in faults))
+    if options.what == "check" and options.json:
+        print(json.dumps({"file": str(path or ""), "ok": not findings, "problems": findings}))
+        return EXIT_WRONG if findings else 0
     for line in findings:
-        print(f"baton: {line}", file=sys.stderr)
+        print(f"baton config: {line}", file=sys.stderr)
     if options.what == "show":
         print(json.dumps(as_json(loaded), indent=2) if options.json else "\n".join(lines(loaded)))
     elif not findings:
@@ -47,15 +52,14 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton config", description="Check or show the settings.")
     commands = parser.add_subparsers(dest="what", required=True, metavar="check|show|schema")
-    for name, help_text in (
-        ("check", "say what is wrong, with file and line; nothing is started"),
+    for name, summary in (
+        ("check", "say all that is wrong, with file and line; nothing is started"),
         ("show", "every setting in force, and where it came from"),
         ("schema", "the JSON schema of baton.toml"),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
+        command = commands.add_parser(name, help=summary, description=sentence(summary))
         if name != "schema":
             command.add_argument("--config", metavar="FILE", help="settings file (default baton.toml)")
-        if name == "show":
             command.add_argument("--json", action="store_true", help="as JSON")
     return parser
 
@@ -68,24 +72,35 @@ def schema() -> dict[str, Any]:
     return found
 
 
-def problems(settings: Settings) -> Iterator[str]:
-    """What is wrong although each value by itself is allowed; looks at the files the settings name."""
-    engine = settings.engine
-    for field in ("token_budget", "prefill_token_budget"):
-        if getattr(engine, field) <= engine.max_sequences:
-            yield f"engine.{field} = {getattr(engine, field)} must exceed engine.max_sequences = {engine.max_sequences}"
+def problems(loaded: LoadedSettings, faulty: Collection[str] = ()) -> Iterator[str]:
+    """What is wrong although each value by itself is allowed; looks at the files the settings name.
+
+    Args:
+        faulty: `section.field` of values already found wrong, of which nothing more is said.
+    """
+    settings = loaded.settings
+
+    def told(name: str, what: str, *others: str) -> str:
+        """`FILE:LINE: name = …`, with the place of the first of the values that is not a default."""
+        origins = (loaded.origins.get(one, DEFAULT) for one in (name, *others))
+        place = next((f"{origin}: " for origin in origins if origin != DEFAULT), "")
+        return f"{place}{name} = {value_of(settings, name)!r}{what}"
+
+    most = "engine.max_sequences"
+    for name in ("engine.token_budget", "engine.prefill_token_budget"):
+        if value_of(settings, name) <= value_of(settings, most) and not {name, most} & set(faulty):
+            yield told(name, f" must exceed {most} = {value_of(settings, most)}", most)
     for number, model in enumerate(served_models(settings)):
         if model.path and not Path(model.path).expanduser().is_dir():
-            field = f"models.{number}.path" if settings.models else "model.path"
-            yield f"{field} = {model.path!r}: no such folder"
+            yield told(f"models.{number}.path" if settings.models else "model.path", ": no such folder")
     if settings.policy.tenants:
         path = Path(settings.policy.tenants).expanduser()
         if not path.is_file():
-            yield f"policy.tenants = {settings.policy.tenants!r}: no such file"
+            yield told("policy.tenants", ": no such file")
         elif (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-            yield f"policy.tenants = {settings.policy.tenants!r}: mode {mode:04o} lets others read it; chmod 600 it"
+            yield told("policy.tenants", f": mode {mode:04o} lets others read it; chmod 600 it")
     if settings.kv.dir and not Path(settings.kv.dir).expanduser().parent.is_dir():
-        yield f"kv.dir = {settings.kv.dir!r}: its parent folder does not exist"
+        yield told("kv.dir", ": its parent folder does not exist")
 
 
 def lines(loaded: LoadedSettings) -> list[str]:
@@ -102,10 +117,15 @@ def as_json(loaded: LoadedSettings) -> Mapping[str, Any]:
 
 def _rows(loaded: LoadedSettings) -> Iterator[tuple[str, Any, str]]:
     for name, origin in loaded.origins.items():
-        value: Any = loaded.settings
-        for part in name.split("."):
-            value = value[int(part)] if part.isdigit() else getattr(value, part)
-        yield name, masked(value), origin
+        yield name, masked(value_of(loaded.settings, name)), origin
+
+
+def value_of(settings: Settings, name: str) -> Any:
+    """The value of `section.field` or `models.0.field`. Pure."""
+    value: Any = settings
+    for part in name.split("."):
+        value = value[int(part)] if part.isdigit() else getattr(value, part)
+    return value
 
 
 def masked(value: Any) -> Any:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import httpx
 
 from services.cli.state import running_stack
-from shared.contracts.errors import BatonError, Internal, Unavailable
+from services.cli.words import NO_STACK
+from shared.contracts.errors import BatonError, Internal, InvalidInput, Unavailable
 from shared.lifecycle.plain_text import one_line
 
 URL_VARIABLE, KEY_VARIABLE, ADMIN_VARIABLE = "BATON_URL", "BATON_API_KEY", "BATON_ADMIN_KEY"
@@ -34,27 +35,35 @@ class Connection:
         except (ValueError, KeyError, TypeError):
             message = "the answer is not Baton's"
         if response.status_code == 401:
-            message = f"{message} (the key is not valid at {self.url})"
+            message = f"the API key is not valid at {self.url}"
         return Internal(f"HTTP {response.status_code}: {message}")
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
     """`--url` and `--api-key`."""
-    parser.add_argument("--url", help=f"address of the gateway; default: ${URL_VARIABLE}, else the running stack")
-    parser.add_argument("--api-key", help=f"key; better: ${KEY_VARIABLE}, as arguments are visible to other users")
+    parser.add_argument(
+        "--url", metavar="URL", help=f"address of the gateway; default: ${URL_VARIABLE}, else the running stack"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"key; better: ${KEY_VARIABLE}, as arguments are visible to other users"
+    )
 
 
 def connection(options: argparse.Namespace, env: Mapping[str, str], *, admin: bool = False) -> Connection:
-    """Where to and with which key; `admin` wants the admin key. Raises Unavailable when nothing is known."""
+    """Where to and with which key; `admin` wants the admin key. Raises Unavailable when nothing is known,
+    InvalidInput for what is no address."""
     url = options.url or env.get(URL_VARIABLE, "")
+    if url and not url.startswith(("http://", "https://")):
+        raise InvalidInput(f"{url!r} is not the address of a gateway, such as http://127.0.0.1:8080", param="url")
     key = options.api_key or (admin and env.get(ADMIN_VARIABLE)) or env.get(KEY_VARIABLE, "")
     if not url or not key:
         stack = running_stack(env)
         if stack is None and not url:
-            raise Unavailable(f"no stack is running; start one with ./baton up, or set {URL_VARIABLE}")
+            raise Unavailable(f"{NO_STACK}, or set {URL_VARIABLE}")
         if stack is not None and (not url or url.rstrip("/") == stack.url.rstrip("/")):
             url = url or stack.url
             key = key or (stack.admin_key if admin else stack.api_key)
         if not key:
-            raise Unavailable(f"no API key for {url}; set {ADMIN_VARIABLE if admin else KEY_VARIABLE}")
+            variable = ADMIN_VARIABLE if admin else KEY_VARIABLE
+            raise Unavailable(f"no API key for {url}; set {variable}, or give one with --api-key")
     return Connection(url.rstrip("/").removesuffix("/v1"), key)

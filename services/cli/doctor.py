@@ -28,6 +28,7 @@ DISK_BYTES = 3 * GIB
 """What the environment and the default model take, with room to download."""
 MEMORY_BYTES = 2 * GIB
 FILES = 1024
+OWN_CLONE = "clone Baton into a folder of your own, or run it as the owner of this one"
 PORT_TIMEOUT_S = 2.0
 
 
@@ -109,7 +110,7 @@ def environment_made(root: Path) -> Finding:
         return Finding("environment", OK, str(root / ".venv"))
     what = "is of other pins or unfinished" if (root / ".venv").exists() else "is not made yet"
     if not os.access(root, os.W_OK):
-        return Finding("environment", FAIL, f"{root / '.venv'} {what}, and {root} is not writable", f"chown it: {root}")
+        return Finding("environment", FAIL, f"{root / '.venv'} {what}, and {root} is not writable", OWN_CLONE)
     return Finding("environment", WARN, f"{root / '.venv'} {what}", "none needed: the next ./baton up makes it")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from services.cli.state import StackRecord, StateFolder, running_stack, state_pa
 from shared.contracts.errors import SettingsError
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
-from shared.settings.load import load_settings, settings_file
+from shared.settings.load import read_settings, settings_file
 from shared.settings.models import served_models
 from shared.settings.sections import ModelEntry, Settings
 
@@ -26,11 +27,16 @@ def examine_stack(env: Mapping[str, str], chosen: str | None) -> Iterator[Findin
     """Checks in the order `./baton up` needs what they look at."""
     try:
         path = settings_file(env, chosen)
-        settings = load_settings(env=env, file=path).settings
     except SettingsError as exc:
-        yield Finding("settings", FAIL, exc.message, "correct it; ./baton config schema tells what is allowed")
+        yield Finding("settings", FAIL, exc.message, "name one that exists, by --config or BATON_CONFIG")
         return
-    wrong = list(config.problems(settings))
+    loaded, faults = read_settings(env=env, file=path)
+    settings = loaded.settings
+    for fault in faults:
+        yield Finding("settings", FAIL, fault.message, "correct it; ./baton config schema tells what is allowed")
+    if faults:
+        return
+    wrong = list(config.problems(loaded))
     for line in wrong:
         yield Finding("settings", FAIL, line, "correct it; ./baton config show tells where each value came from")
     if not wrong:
@@ -78,6 +84,10 @@ def model(entry: ModelEntry, fake: bool, env: Mapping[str, str]) -> Finding:
 def state(path: Path) -> Finding:
     """Can the state folder be used, and by us alone?"""
     if not path.exists():
+        above = next(folder for folder in path.parents if folder.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            text = f"{path} cannot be made: {above} is not a folder we may write to"
+            return Finding("state folder", FAIL, text, "set BATON_STATE to a folder of your own")
         return Finding("state folder", OK, f"{path} will be made")
     try:
         StateFolder(path)
@@ -118,8 +128,9 @@ def leftover_pools(shm: Path) -> Finding | None:
     left = [path for path in shm.glob("baton-*/*") if path.is_file() and _unlocked(path)]
     if not left:
         return None
-    text = f"{len(left)} pool file(s) nobody holds, {sum(p.stat().st_size for p in left) / 2**20:.0f} MiB, in {shm}"
-    return Finding("leftovers", WARN, text, "./baton up or ./baton down with the same BATON_STATE removes them")
+    folders = ", ".join(sorted({str(path.parent) for path in left}))
+    text = f"{len(left)} pool file(s) nobody holds, {sum(p.stat().st_size for p in left) / 2**20:.0f} MiB: {folders}"
+    return Finding("leftovers", WARN, text, "./baton down with the same BATON_STATE removes them, or delete the folder")
 
 
 def _unlocked(path: Path) -> bool:

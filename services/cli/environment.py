@@ -129,7 +129,7 @@ def setup_lock(root: Path, say: Callable[[str], None]) -> Iterator[None]:
         (root / ".baton").mkdir(exist_ok=True)
         file = (root / ".baton" / "setup.lock").open("a+")
     except OSError as exc:
-        raise SetupError(f"cannot write to {root}: {exc.strerror}") from exc
+        raise SetupError(f"cannot write to {root}: {exc.strerror}; clone Baton into a folder of your own") from exc
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

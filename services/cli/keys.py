@@ -15,15 +15,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.cli.credentials import ensure_credentials, new_api_key
+from services.cli.credentials import ADMIN_TENANT, DEMO_TENANT, ensure_credentials, new_api_key
 from services.cli.nats_config import check_tenant
 from services.cli.queue_user import QueueUser, give, take
 from services.cli.servers import running_nats
 from services.cli.state import StateFolder, state_path
+from services.cli.words import NO_STACK, sentence
 from shared.bus.nats_bus import connect_bus
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import BatonError, Unavailable
+from shared.contracts.errors import BatonError, NotFound, SettingsError, Unavailable
 from shared.contracts.grants import Limits
 from shared.contracts.ids import TenantId
 from shared.settings.load import load_settings, settings_file
@@ -53,30 +54,33 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: object, summary: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=summary, description=summary)
+        found = commands.add_parser(name, help=summary, description=sentence(summary))
         found.set_defaults(run=run)
         found.add_argument("--json", action="store_true", help="one JSON line")
         return found
 
     queue = command("nats", _nats, "print a tenant's credential for the queue; make it if there is none")
-    queue.add_argument("tenant")
+    queue.add_argument("tenant", metavar="TENANT")
     queue.add_argument("--revoke", action="store_true", help="take it away instead")
+    command("show", _show, "print the two keys made with the stack: of the tenant demo, and the admin key")
     create = command("create", _create, "make an API key, and the tenant if there is none; shown this once")
-    create.add_argument("tenant")
+    create.add_argument("tenant", metavar="TENANT", help="1 to 40 of a-z, 0-9 and -")
     create.add_argument("--id", default="", metavar="NAME", help="name of the key (default: made up)")
     revoke = command("revoke", _revoke, "end an API key; requests under way go on")
-    revoke.add_argument("tenant")
+    revoke.add_argument("tenant", metavar="TENANT")
     revoke.add_argument("key_id", metavar="KEY", help="its name, as in the list")
     listing = command("list", _list, "show tenants, names of their API keys, and limits of their own")
-    listing.add_argument("tenant", nargs="?", default="")
-    limits = command("limits", _limits, "change limits of a tenant; they hold from its next request on")
-    limits.add_argument("tenant")
+    listing.add_argument("tenant", nargs="?", default="", metavar="TENANT", help="only this one")
+    limits = command("limits", _limits, "change limits of a tenant, or show them; they hold from its next request on")
+    limits.add_argument("tenant", metavar="TENANT")
     for name in LIMITS:
         limits.add_argument(f"--{name.replace('_', '-')}", type=_limit, metavar="N", help=f"0: none; {DEFAULT}: as all")
     return parser
 
 
 def _limit(text: str) -> int | str:
+    if text != DEFAULT and not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {DEFAULT!r}")
     return text if text == DEFAULT else int(text)
 
 
@@ -98,7 +102,7 @@ def _nats(options: argparse.Namespace, env: Mapping[str, str]) -> int:
         settings = load_settings({}, env, settings_file(env)).settings
         model = served_models(settings)[0].name
         print(shown(user, model, settings.bus.port))
-    if user.url and not _known(state, user.tenant):
+    if user.url and not _known(env, user.tenant):
         print(
             f"note: there is no tenant {user.tenant} yet, so its lines come back as errors; "
             f"./baton keys create {user.tenant} makes it",
@@ -172,10 +176,10 @@ With nats-py:
 """
 
 
-def _known(state: StateFolder, tenant: TenantId) -> bool:
+def _known(env: Mapping[str, str], tenant: TenantId) -> bool:
     """False when policy says there is no such tenant; True also when it says nothing."""
     try:
-        return bool(_asked(state, m.TenantsQuery(tenant=tenant)).tenants)
+        return bool(_asked(env, m.TenantsQuery(tenant=tenant)).tenants)
     except BatonError:
         return True
 
@@ -188,7 +192,7 @@ def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     key = new_api_key()
     digest = hashlib.sha256(key).digest()
     name = options.id or f"key-{digest.hex()[:8]}"
-    _asked(StateFolder(state_path(env)), m.KeyCreate(tenant=tenant, key_id=name, key_hash=digest))
+    _asked(env, m.KeyCreate(tenant=tenant, key_id=name, key_hash=digest))
     if options.json:
         print(json.dumps({"tenant": tenant, "key_id": name, "api_key": key.decode()}))
     else:
@@ -198,7 +202,7 @@ def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _revoke(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant)
-    _asked(StateFolder(state_path(env)), m.KeyRevoke(tenant=tenant, key_id=options.key_id))
+    _asked(env, m.KeyRevoke(tenant=tenant, key_id=options.key_id))
     found = {"tenant": tenant, "key_id": options.key_id, "revoked": True}
     print(json.dumps(found) if options.json else f"key {options.key_id} of tenant {tenant} opens nothing any more")
     return 0
@@ -209,13 +213,36 @@ def _limits(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     given = {name: getattr(options, name) for name in LIMITS if getattr(options, name) is not None}
     changes = {name: None if value == DEFAULT else value for name, value in given.items()}
     ask = m.LimitsChange(tenant=tenant, limits=changes) if changes else m.TenantsQuery(tenant=tenant)
-    _print(_asked(StateFolder(state_path(env)), ask), options.json)
+    _print(_existing(_asked(env, ask), tenant), options.json)
     return 0
 
 
 def _list(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant) if options.tenant else TenantId("")
-    _print(_asked(StateFolder(state_path(env)), m.TenantsQuery(tenant=tenant)), options.json)
+    found = _asked(env, m.TenantsQuery(tenant=tenant))
+    _print(_existing(found, tenant) if tenant else found, options.json)
+    return 0
+
+
+def _existing(found: m.Tenants, tenant: TenantId) -> m.Tenants:
+    """The answer about one tenant. Raises NotFound when there is none."""
+    if not found.tenants:
+        raise NotFound(f"there is no tenant {tenant!r}; ./baton keys create {tenant} makes it", param="tenant")
+    return found
+
+
+def _show(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    folder = state_path(env) / "secrets"
+    try:
+        api_key, admin_key = (read_secret_text(folder / name) for name in ("api-key", "admin-key"))
+    except SettingsError:
+        if (folder / "api-key").exists():
+            raise
+        raise NotFound(f"no stack was started on state folder {folder.parent} yet; ./baton up makes its keys") from None
+    if options.json:
+        print(json.dumps({"api_key": api_key, "admin_key": admin_key}))
+    else:
+        print(f"{DEMO_TENANT:<6} {api_key}\n{ADMIN_TENANT:<6} {admin_key}")
     return 0
 
 
@@ -229,16 +256,20 @@ def _print(found: m.Tenants, as_json: bool) -> None:
         for key in tenant.keys:
             marks = [mark for mark, holds in (("admin", key.admin), ("revoked", key.revoked)) if holds]
             print(f"  {key.id}  {' '.join(marks)}".rstrip())
-    if not found.tenants:
-        print("no such tenant")
 
 
-def _asked(state: StateFolder, ask: Ask) -> m.Tenants:
+def _asked(env: Mapping[str, str], ask: Ask) -> m.Tenants:
     """Policy's answer. Raises what it raises, Unavailable when no stack runs."""
+    path = state_path(env)
+    if not path.is_dir() or (state := StateFolder(path)).holder() is None:
+        raise Unavailable(NO_STACK)
     credentials = ensure_credentials(state.secrets)
-    server = running_nats(state.run, credentials.nats_config) if state.holder() is not None else None
+    server = running_nats(state.run, credentials.nats_config)
     if server is None:
-        raise Unavailable("no stack with a NATS server of its own runs here; start one with ./baton up")
+        raise Unavailable(
+            "the running stack has no NATS server of its own (bus.nats_url is set), or it is not ready yet; "
+            "only through its own can keys and limits be changed"
+        )
     password = read_secret_text(credentials.nats_password(subjects.ADMIN))
 
     async def asking() -> m.Tenants:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     folder = state_path(os.environ) / "logs"
     files = log_files(folder, old=options.old)
     if not files:
-        print(f"no logs in {folder}: nothing was started on this state folder", file=sys.stderr)
+        print(f"baton logs: no logs in {folder}: nothing was started on this state folder", file=sys.stderr)
         return 1
     chosen = choose(sorted(files), options.names)
     if unknown := [name for name in options.names if not any(_named(file, name) for file in files)]:
@@ -199,7 +199,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-f", "--follow", action="store_true", help="go on as lines come, also across restarts")
     parser.add_argument(
-        "-n", "--lines", type=_count, default=DEFAULT_LINES, help=f"the newest so many ({DEFAULT_LINES}); 0: all"
+        "-n",
+        "--lines",
+        type=_count,
+        metavar="N",
+        default=DEFAULT_LINES,
+        help=f"the newest so many ({DEFAULT_LINES}); 0: all",
     )
     parser.add_argument("--level", choices=LEVELS[:4], default="debug", help="only lines at least so severe")
     parser.add_argument("--trace", default="", metavar="ID", help="only lines of a trace or request, by its id")

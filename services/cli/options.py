@@ -12,16 +12,22 @@ def up_parser() -> argparse.ArgumentParser:
     """The parser of `up`; every flag wins over environment and file."""
     parser = argparse.ArgumentParser(prog="baton up", description="Start a stack and keep it running.")
     parser.add_argument("--model", metavar="DIR", help="folder of a Llama-architecture checkpoint (safetensors)")
-    parser.add_argument("--name", help="name clients ask for")
+    parser.add_argument("--name", metavar="NAME", help="name clients ask for")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="weights and KV")
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on (default 8080; 0 takes a free one)")
+    parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default 8080; 0 takes a free one)")
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (default 1)")
     parser.add_argument("--decode", type=int, metavar="N", help="number of decode workers (default 1)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads of each worker")
     parser.add_argument("--fake", action="store_true", default=None, help="workers that make up tokens")
     parser.add_argument("--config", metavar="FILE", help="settings file (default baton.toml)")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="any other setting")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="any other setting, as ./baton config show lists them",
+    )
     parser.add_argument("--detach", action="store_true", help="return when ready and leave the stack running")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the screen")
     return parser

@@ -11,6 +11,7 @@ from typing import Any
 from services.cli import control
 from services.cli.state import StateFolder, state_path
 from services.cli.supervisor import Supervisor
+from services.cli.words import NO_STACK
 from shared.contracts.errors import BatonError, InvalidInput, Unavailable
 
 ORDER = ("policy", "prefix-cache-index", "scheduler", "batch", "prefill", "decode", "gateway")
@@ -27,12 +28,14 @@ def main(argv: Sequence[str]) -> int:
         "before the old one stops; running streams end there or move. nats and redis stop first: services wait for "
         "them.",
     )
-    parser.add_argument("service", nargs="+", help=f"{', '.join((*ORDER, *SERVERS))}; one process (decode-1); or all")
+    parser.add_argument(
+        "service", nargs="+", metavar="SERVICE", help=f"{', '.join((*ORDER, *SERVERS))}; one process (decode-1); or all"
+    )
     options = parser.parse_args(argv)
     path = state_path(os.environ)
     try:
         if not path.is_dir() or StateFolder(path).holder() is None:
-            raise Unavailable("no stack is running")
+            raise Unavailable(NO_STACK)
         control.order(path / "run", {"restart": options.service}, lambda line: print(f"  {line}", flush=True))
     except BatonError as exc:
         print(f"baton restart: {exc.message}", file=sys.stderr)

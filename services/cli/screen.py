@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+from services.cli.state import StackRecord
 from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
@@ -42,8 +43,9 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def ready_screen(settings: Settings, url: str, api_key: str, logs: Path, elapsed_s: float, token_s: float) -> str:
+def ready_screen(settings: Settings, record: StackRecord, logs: Path, elapsed_s: float, token_s: float) -> str:
     """The screen of a ready stack."""
+    url, api_key = record.url, record.api_key
     models = served_models(settings)
     body = json.dumps({"model": models[0].name, "messages": [{"role": "user", "content": "Hello"}]})
     rows = [f"{m.name}, {m.dtype}, {m.prefill} prefill + {m.decode} decode" for m in models]
@@ -55,11 +57,13 @@ def ready_screen(settings: Settings, url: str, api_key: str, logs: Path, elapsed
   {what}
   started in {elapsed_s:.1f} s; the first token took {token_s:.2f} s through the whole stack
 
-  key    {api_key}
-  chat   ./baton chat "Why is the sky blue?"
-  trace  ./baton trace
-  stop   ./baton down, or Ctrl-C here
-  logs   {logs}
+  key      {api_key}
+  admin    {record.admin_key}
+  console  {url}/console
+  chat     ./baton chat "Why is the sky blue?"
+  trace    ./baton trace
+  logs     ./baton logs, of the files in {logs}
+  stop     ./baton down, or Ctrl-C here
 
   curl {url}/v1/chat/completions -H "Authorization: Bearer {api_key}" \\
     -H "Content-Type: application/json" -d '{body}'

@@ -100,7 +100,7 @@ def redis_spec(state: StateFolder, credentials: Credentials, env: Mapping[str, s
         "bind": LOOPBACK,
         "port": str(port),
         "requirepass": password,
-        "dir": str(state.redis),
+        "dir": quoted(state.redis),
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": '""',
@@ -116,6 +116,16 @@ def redis_spec(state: StateFolder, credentials: Credentials, env: Mapping[str, s
         ready=_redis_ready(port, password),
         start_timeout_s=60.0,
     )
+
+
+def quoted(path: Path) -> str:
+    """A path as one word of a Redis configuration file, whatever characters it holds. Pure."""
+    plain = "".join(char if char.isprintable() and char not in '"\\' else _escaped(char) for char in str(path))
+    return f'"{plain}"'
+
+
+def _escaped(char: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 def redis_url(port: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
+from services.cli.words import NO_STACK
 from shared.lifecycle.ready import read_ready
 
 TIMEOUT_S = 5.0
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     stack = running_stack(os.environ)
     if stack is None:
-        print("no stack is running", file=sys.stderr)
+        print(f"baton status: {NO_STACK}", file=sys.stderr)
         return 1
     cluster = _cluster(stack)
     shown = {name: value for name, value in asdict(stack).items() if not name.endswith("_key")} | (cluster or {})
@@ -68,7 +69,7 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
         found.append(_scheduler(shown["scheduler"]))
     if shown["workers"]:
         found.append(
-            f"{'WORKER':<24}{'RUNNING':>8}{'WAITING':>8}{'PROMPT TOKENS':>14}{'FREE BLOCKS':>14}{'HEARD':>8}"
+            f"{'WORKER':<22}{'RUNNING':>8}{'WAITING':>8}{'PROMPT TOKENS':>14}{'FREE BLOCKS':>14}{'HEARD':>8}"
             + ("  POOL" if several else "")
         )
     for worker in shown["workers"]:
@@ -77,7 +78,7 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
             f"  {note}" for note in ("fake", "draining") if worker[note]
         )
         found.append(
-            f"{worker['id']:<24}{worker['running']:>8}{worker['waiting']:>8}{worker['queue_tokens']:>14}"
+            f"{worker['id']:<22}{worker['running']:>8}{worker['waiting']:>8}{worker['queue_tokens']:>14}"
             f"{f'{free}/{total}':>14}{worker['age_s']:>7.1f}s{notes}"
         )
     found += [f"metrics    {name:<20} {url}" for name, url in shown.get("metrics", {}).items()]

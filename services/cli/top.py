@@ -86,7 +86,7 @@ class Top:
             if response.status_code == 200:
                 return response.json()
         except (httpx.HTTPError, ValueError) as exc:
-            raise Unavailable(f"nothing of ours answers at {self._target.url}") from exc
+            raise Unavailable(f"no gateway of Baton answers at {self._target.url}") from exc
         error = self._target.refusal(response)
         raise Unavailable(error.message) if response.status_code >= 500 else error
 
@@ -150,7 +150,10 @@ def _size() -> os.terminal_size:
 
 
 def _interval(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not SHORTEST_S <= value <= 3600:
         raise argparse.ArgumentTypeError(f"must be {SHORTEST_S:g} to 3600 seconds")
     return value

@@ -12,7 +12,9 @@ from shared.telemetry.trace_buffer import TraceSummary
 from shared.telemetry.units import seconds
 
 GAUGE = 12
-_NAME = 24
+_NAME = 21
+_ROOMY = 96
+"""Columns from which on the gauges fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +42,29 @@ def frame(url: str, shown: Snapshot | None, fault: str, size: tuple[int, int], n
     if shown is not None:
         if fault:
             lines.append(f"! below: what was said {now - shown.taken_s:.0f} s ago")
-        lines += cluster_lines(shown.cluster)
+        lines += cluster_lines(shown.cluster, width)
         room = height - len(lines) - 2
         if room > 0:
             lines += ["", *list_table(shown.requests[:room], now, width).splitlines()]
     return [cut(line, width) for line in lines[:height]]
 
 
-def cluster_lines(cluster: Mapping[str, Any]) -> list[str]:
-    """The cluster as lines without a bound on their length."""
+def cluster_lines(cluster: Mapping[str, Any], width: int = _ROOMY) -> list[str]:
+    """The cluster as lines, which may be longer than `width`; the gauges are left out where they do not fit."""
+    gauges = width >= _ROOMY
     failing = [name for name, fine in cluster["checks"].items() if not fine]
     ready = f"NOT READY: {', '.join(failing)}" if failing else "ready"
     own = cluster["gateway"]
     lines = [f"{ready}   {own['id']} holds {own['requests']} requests{'  draining' if own['draining'] else ''}"]
     lines += [_scheduler(cluster["scheduler"]), ""]
-    lines += [_heads("WORKER", "ROLE     RUNNING  WAITING   TOKENS  KV BLOCKS IN USE         HEARD")]
-    lines += [_worker(worker) for worker in cluster["workers"]] or ["no worker was heard"]
+    blocks = f"{'KV BLOCKS IN USE':<25}" if gauges else f"{'KV IN USE':<11}"
+    lines += [_heads("WORKER", f"ROLE     RUNNING WAITING  TOKENS  {blocks} HEARD")]
+    lines += [_worker(worker, gauges) for worker in cluster["workers"]] or ["no worker was heard"]
     others = [one for one in cluster["ingresses"] if one["id"] != own["id"]]
     if others:
-        lines += ["", _heads("INGRESS", "HOLDS                                                        HEARD")]
-        lines += [f"{cut(one['id'], _NAME - 1):<{_NAME}}{one['requests']:<61}{_ago(one):>6}" for one in others]
+        holds = 60 if gauges else 46
+        lines += ["", _heads("INGRESS", f"{'HOLDS':<{holds}} HEARD")]
+        lines += [f"{cut(one['id'], _NAME - 1):<{_NAME}}{one['requests']:<{holds}}{_ago(one):>6}" for one in others]
     return lines
 
 
@@ -86,15 +91,15 @@ def _scheduler(scheduler: Mapping[str, Any] | None) -> str:
     return f"scheduler  {queued}  {running} running  term {term}  {scheduler['id']}  heard {_ago(scheduler)} ago"
 
 
-def _worker(worker: Mapping[str, Any]) -> str:
+def _worker(worker: Mapping[str, Any], gauges: bool) -> str:
     total = sum(worker["total_blocks"])
     used = total - sum(worker["free_blocks"])
     slots = f"{worker['running']}/{worker['max_sequences']}" if worker["max_sequences"] else str(worker["running"])
     notes = "".join(f"  {note}" for note in ("fake", "draining") if worker[note])
-    blocks = f"{gauge(used, total)} {used}/{total}"
+    blocks = f"{gauge(used, total)} {used}/{total}".ljust(25) if gauges else f"{used}/{total}".ljust(11)
     return (
-        f"{cut(worker['id'], _NAME - 1):<{_NAME}}{worker['role']:<8}{slots:>8}{worker['waiting']:>9}"
-        f"{worker['queue_tokens']:>9}  {blocks:<25}{_ago(worker):>6}{notes}"
+        f"{cut(worker['id'], _NAME - 1):<{_NAME}}{worker['role']:<8}{slots:>8}{worker['waiting']:>8}"
+        f"{worker['queue_tokens']:>8}  {blocks}{_ago(worker):>6}{notes}"
     )
 
 

@@ -15,23 +15,52 @@ WIDTH = 100
 _NAME, _SERVICE, _TIME = 26, 10, 8
 _MAX_DEPTH = 5
 _SERVICES = {"prefix-cache-index": "index"}
+_COLUMNS = {
+    "REQUEST": "<13",
+    "AGE": ">6",
+    "MODEL": "<15",
+    "TENANT": "<9",
+    "PATH": "<11",
+    "PROMPT": ">6",
+    "CACHED": ">7",
+    "OUT": ">6",
+    "TTFT": ">8",
+    "TOTAL": ">8",
+}
+"""Columns of the list and how each is filled; the status comes last and takes what is left."""
+_SPARED = ("CACHED", "MODEL", "TENANT", "PROMPT")
+"""What a narrow terminal goes without, in this order."""
+_STATUS = 10
 
 
 def list_table(traces: Sequence[TraceSummary], now: float, width: int = WIDTH) -> str:
     """One line a request, newest first. `now`: unix seconds."""
     if not traces:
         return "no requests yet"
-    head = f"{'REQUEST':<13}{'AGE':>4}  {'MODEL':<15}{'TENANT':<9}{'PATH':<11}{'PROMPT':>6}{'CACHED':>7}{'OUT':>6}"
-    lines = [cut(f"{head}{'TTFT':>8}{'TOTAL':>8} STATUS", width)]
-    for t in traces:
-        request = t.request_id.removeprefix("req-")[:12] or t.trace_id[:12]
-        line = (
-            f"{request:<13}{_age(now - t.start_s):>4}  {cut(t.model, 14):<15}{cut(t.tenant, 8):<9}"
-            f"{t.path or '-':<11}{t.prompt_tokens:>6}{t.cached_tokens:>7}{t.completion_tokens:>6}"
-            f"{'-' if t.ttft_s is None else seconds(t.ttft_s):>8}{seconds(t.total_s):>8} {t.status}"
-        )
-        lines.append(cut(line, width))
-    return "\n".join(lines)
+    columns = dict(_COLUMNS)
+    for name in _SPARED:
+        if sum(map(len, (f"{'':{form}}" for form in columns.values()))) + _STATUS > width:
+            del columns[name]
+    rows = [{name: name for name in columns} | {"AGE": "AGE  ", "STATUS": "STATUS"}]
+    rows += [_cells(trace, now) for trace in traces]
+    lines = ("".join(f"{row[name]:{form}}" for name, form in columns.items()) + f" {row['STATUS']}" for row in rows)
+    return "\n".join(cut(line, width) for line in lines)
+
+
+def _cells(t: TraceSummary, now: float) -> dict[str, str]:
+    return {
+        "REQUEST": t.request_id.removeprefix("req-")[:12] or t.trace_id[:12],
+        "AGE": f"{_age(now - t.start_s)}  ",
+        "MODEL": cut(t.model, 14),
+        "TENANT": cut(t.tenant, 8),
+        "PATH": t.path or "-",
+        "PROMPT": str(t.prompt_tokens),
+        "CACHED": str(t.cached_tokens),
+        "OUT": str(t.completion_tokens),
+        "TTFT": "-" if t.ttft_s is None else seconds(t.ttft_s),
+        "TOTAL": seconds(t.total_s),
+        "STATUS": t.status,
+    }
 
 
 def waterfall(spans: Sequence[SpanRecord], width: int = WIDTH) -> str:

@@ -72,54 +72,70 @@ def pool_name(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")[:MAX_POOL_CHARS].strip("-") or "model"
 
 
-def parse_models(tables: object, place: Callable[[str], str]) -> tuple[ModelEntry, ...]:
-    """The entries of `[[models]]`.
+def parse_models(tables: object, place: Callable[[str], str], faults: list[SettingsError]) -> tuple[ModelEntry, ...]:
+    """The entries of `[[models]]`; without those that are wrong.
 
     Args:
         tables: parsed TOML or JSON.
         place: where `models`, `models.0` or `models.0.name` stands, for errors.
-
-    Raises:
-        SettingsError: not tables, an unknown field, a wrong value, or a name or pool that two of them have.
+        faults: takes what is wrong: not tables, an unknown field, a wrong value, a name or pool that two of them have.
     """
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        raise SettingsError(f"{place('models')}: models must be [[models]] tables", param="models")
-    entries = tuple(_entry(table, f"models.{number}", place) for number, table in enumerate(tables))
-    _require_distinct([(entry.name, *entry.aliases) for entry in entries], "name", "names", place)
-    pools = [(entry.pool or pool_name(entry.name),) for entry in entries]
-    _require_distinct(pools, "pool", "pools", place)
-    return entries
+        faults.append(SettingsError(f"{place('models')}: models must be [[models]] tables", param="models"))
+        return ()
+    found = {number: _entry(table, f"models.{number}", place, faults) for number, table in enumerate(tables)}
+    entries = {number: entry for number, entry in found.items() if entry is not None}
+    names = {number: (entry.name, *entry.aliases) for number, entry in entries.items()}
+    faults += _not_distinct(names, "name", "names", place)
+    pools = {number: (entry.pool or pool_name(entry.name),) for number, entry in entries.items()}
+    faults += _not_distinct(pools, "pool", "pools", place)
+    return tuple(entries.values())
 
 
-def _entry(table: Mapping[str, Any], name: str, place: Callable[[str], str]) -> ModelEntry:
+def reason(message: str) -> str:
+    """What pydantic says of a value, as the end of a sentence. Pure."""
+    message = message.partition(", unable to")[0]
+    return message[:1].lower() + message[1:]
+
+
+def _entry(
+    table: Mapping[str, Any], name: str, place: Callable[[str], str], faults: list[SettingsError]
+) -> ModelEntry | None:
     fields = ModelEntry.model_fields
-    for field in table:
-        if field not in fields:
-            raise SettingsError(
-                f"{place(f'{name}.{field}')}: unknown field {field!r} in [[models]]; known are {', '.join(fields)}",
-                param=f"{name}.{field}",
-            )
-    values = {field: tuple(value) if isinstance(value, list) else value for field, value in table.items()}
+    known = f"known are {', '.join(fields)}"
+    before = len(faults)
+    faults += [
+        SettingsError(
+            f"{place(f'{name}.{field}')}: unknown field {field!r} in [[models]]; {known}", param=f"{name}.{field}"
+        )
+        for field in table
+        if field not in fields
+    ]
+    values = {
+        field: tuple(value) if isinstance(value, list) else value for field, value in table.items() if field in fields
+    }
     try:
-        return ModelEntry.model_validate(values, strict=True)
+        entry = ModelEntry.model_validate(values, strict=True)
     except ValidationError as exc:
-        fault = exc.errors()[0]
-        field, reason = str(fault["loc"][0]), fault["msg"]
-        given = f" = {table[field]!r}" if field in table else ""
-        where = f"{name}.{field}" if field in table else name
-        raise SettingsError(
-            f"{place(where)}: {name}.{field}{given}: {reason[:1].lower()}{reason[1:]}", param=f"{name}.{field}"
-        ) from exc
+        for fault in exc.errors():
+            field = str(fault["loc"][0])
+            given, where = (f" = {table[field]!r}", f"{name}.{field}") if field in table else ("", name)
+            message = f"{place(where)}: {name}.{field}{given}: {reason(fault['msg'])}"
+            faults.append(SettingsError(message, param=where))
+        return None
+    return entry if len(faults) == before else None
 
 
-def _require_distinct(groups: Sequence[Sequence[str]], field: str, what: str, place: Callable[[str], str]) -> None:
+def _not_distinct(
+    groups: Mapping[int, Sequence[str]], field: str, what: str, place: Callable[[str], str]
+) -> list[SettingsError]:
     seen: dict[str, int] = {}
-    for number, group in enumerate(groups):
+    faults = []
+    for number, group in groups.items():
         for value in group:
             if value in seen:
-                raise SettingsError(
-                    f"{place(f'models.{number}')}: {what} must differ: {value!r} is also in "
-                    f"{place(f'models.{seen[value]}')}",
-                    param=f"models.{number}.{field}",
-                )
-            seen[value] = number
+                other = place(f"models.{seen[value]}")
+                message = f"{place(f'models.{number}')}: {what} must differ: {value!r} is also in {other}"
+                faults.append(SettingsError(message, param=f"models.{number}.{field}"))
+            seen.setdefault(value, number)
+    return faults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ async def baton(url: str, *arguments: str, key: str = "key-a", state: str = "/no
     def run() -> subprocess.CompletedProcess[str]:
         env = {"BATON_URL": url, "BATON_API_KEY": key, "BATON_STATE": state, "PATH": "", "PYTHONUTF8": "1"}
         command = [sys.executable, "-m", "services.cli", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        nothing = subprocess.DEVNULL
+        return subprocess.run(command, cwd=ROOT, env=env, stdin=nothing, capture_output=True, text=True, timeout=60)
 
     done = await asyncio.to_thread(run)
     return done.returncode, done.stdout, done.stderr
@@ -36,7 +38,10 @@ async def test_chat_streams_the_answer_and_tells_errors_plainly() -> None:
     assert code == 1
     assert "./baton up" in error
     code, _, error = await baton("", "chat", "hi")
-    assert "no stack is running" in error
+    assert "no stack is running; start one with ./baton up" in error
+    code, _, error = await baton("localhost:8080", "chat", "hi")
+    assert (code, "'localhost:8080' is not the address of a gateway" in error) == (1, True)
+    assert (await baton(url, "chat"))[0] == 2, "no question"
 
 
 async def test_trace_lists_requests_and_prints_one() -> None:
@@ -63,6 +68,14 @@ async def test_trace_lists_requests_and_prints_one() -> None:
         code, text, error = await baton(url, "trace", request, key="key-b")
         assert (code, text) == (1, "")
         assert f"no trace '{request}'" in error
+        # programs get JSON, and what is no id reaches no other door
+        code, listed, error = await baton(url, "trace", "--json", key="key-a")
+        assert (code, [one["request_id"][4:16] for one in json.loads(listed)]) == (0, [request]), error
+        code, whole, _ = await baton(url, "trace", request, "--json", key="key-admin")
+        assert json.loads(whole)["summary"]["request_id"][4:16] == request
+        for wrong in ("nope", "../cluster"):
+            code, _, error = await baton(url, "trace", wrong, key="key-admin")
+            assert (code, error.startswith(f"baton trace: no trace {wrong!r}")) == (1, True), error
 
 
 def test_a_chat_is_cooler_than_the_api_unless_told() -> None:

@@ -125,11 +125,11 @@ def test_a_gateway_that_is_away_is_said_and_waited_for(url: str) -> None:
     nobody = "http://127.0.0.1:9"
     once = run(nobody, "--once")
     assert (once.returncode, once.stdout) == (1, "")
-    assert f"nothing of ours answers at {nobody}" in once.stderr
+    assert f"no gateway of Baton answers at {nobody}" in once.stderr
     terminal = Terminal(command(nobody, "--interval", "0.2"))
     try:
-        terminal.until("! nothing of ours answers")
-        terminal.until("! nothing of ours answers")
+        terminal.until("! no gateway of Baton answers")
+        terminal.until("! no gateway of Baton answers")
         assert terminal.process.poll() is None
     finally:
         terminal.close()

@@ -33,7 +33,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> 
 @pytest.fixture(scope="session")
 def fake_stack(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> Iterator[Baton]:
     """Workers that make up tokens, for what no model is needed; tenants `demo`, `admin` and `other`."""
-    folder = tmp_path_factory.mktemp("fake-stack")
+    folder = tmp_path_factory.mktemp("fake stack")  # with a space, as a home folder may have one
     baton = Baton(folder / "state")
     others = tenants_file(folder / "tenants.json", [("other", OTHER_KEY)])
     try:

@@ -51,6 +51,33 @@ def test_what_is_wrong_is_named(
     assert all(word in told for word in words), told
 
 
+def test_everything_wrong_is_told_in_one_go_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_LOG_LEVEL", "loud")
+    path = settings(
+        tmp_path,
+        "[gateway]\nport = 'x'\n[engin]\n[kv]\ndir = '/nowhere/kv'\n[engine]\nprot = 1\nmax_sequences = 512\n"
+        "[[models]]\nname = ''\nalias = 1\ndtype = 'int3'\n",
+    )
+    assert config.main(["check", "--config", path]) == config.EXIT_WRONG
+    told = [line.removeprefix(f"baton config: {path}:") for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(":")[0] for line in told[:6]] == ["3", "4", "8", "11", "12", "13"]
+    assert told[6].startswith("baton config: environment BATON_LOG_LEVEL: log.level = 'loud'")
+    # What is wrong only beside another value is told with the place where somebody set one of them
+    assert told[7].startswith("9: engine.token_budget = 128 must exceed engine.max_sequences = 512")
+    assert told[9] == "6: kv.dir = '/nowhere/kv': its parent folder does not exist"
+    assert len(told) == 10
+
+
+def test_a_value_that_is_wrong_by_itself_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = settings(tmp_path, "[engine]\nmax_sequences = 500\ntoken_budget = 'x'\nprefill_token_budget = 501\n")
+    assert config.main(["check", "--json", "--config", path]) == config.EXIT_WRONG
+    told = json.loads(capsys.readouterr().out)
+    assert (told["file"], told["ok"]) == (path, False)
+    assert told["problems"] == [f"{path}:4: engine.token_budget = 'x': input should be a valid integer"]
+
+
 def test_a_tenants_file_that_others_can_read_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tenants = tmp_path / "tenants.json"
     tenants.write_text("{}")

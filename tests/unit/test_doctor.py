@@ -122,13 +122,21 @@ def test_a_stack_that_does_not_answer() -> None:
         assert doctor_stack.running(StackRecord(url, "k", "a", 1)).verdict == FAIL
 
 
+def test_a_state_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    assert doctor_stack.state(tmp_path / "not" / "yet").verdict == OK
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        found = doctor_stack.state(path)
+        assert (found.verdict, "BATON_STATE" in found.fix) == (FAIL, True)
+
+
 def test_pools_of_killed_workers_are_reported(tmp_path: Path) -> None:
     assert doctor_stack.leftover_pools(tmp_path) is None
     (tmp_path / "baton-0-abc").mkdir()
     (tmp_path / "baton-0-abc" / "decode.pool").write_bytes(bytes(2**20))
     found = doctor_stack.leftover_pools(tmp_path)
     assert found is not None
-    assert "1 MiB" in found.detail
+    assert f"1 MiB: {tmp_path / 'baton-0-abc'}" in found.detail
 
 
 def test_the_command_on_this_machine(tmp_path: Path) -> None:

@@ -59,7 +59,29 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path, text: str, line: 
 
 def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
     file = write(tmp_path, "schema = 1\n[gateway\n")
-    with pytest.raises(SettingsError, match=r"baton\.toml.*line 2"):
+    with pytest.raises(SettingsError, match=r"baton\.toml:2: not TOML: "):
+        load_settings(file=file)
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "schema = 1\n[gateway]\nprot = 1\nport = 'x'\n")
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"kv.dirr": "x"}, {"BATON_ENGINE_DEPTH": "7"}, file)
+    told = caught.value.message.splitlines()
+    assert [line.partition(": ")[0] for line in told] == [
+        f"{file}:3",
+        f"{file}:4",
+        "flag",
+        "environment BATON_ENGINE_DEPTH",
+    ]
+    assert caught.value.param == "gateway.prot"
+
+
+@pytest.mark.parametrize("content", [b"schema = 1\na = '\xff'", b"\x00", b"schema = 1\na = [\n"])
+def test_what_is_no_toml_is_plain(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"baton\.toml(:\d+)?: not (TOML|UTF-8 text)"):
         load_settings(file=file)
 
 

@@ -12,7 +12,7 @@ from services.cli.topology import instance_names, process_settings, stop_order
 from services.scheduler.settings import scheduler_config
 from shared.contracts.errors import SettingsError
 from shared.ingress.served_models import ServedModels, load_models
-from shared.settings.load import as_environment, load_settings
+from shared.settings.load import LoadedSettings, as_environment, load_settings
 from shared.settings.models import only_model, served_models
 from shared.settings.sections import ModelEntry, Settings
 from tests.tiny_models import make_tiny_model
@@ -72,7 +72,7 @@ def test_folders_are_found_and_looked_at(settings: Settings, folder: Path, tmp_p
     with pytest.raises(SettingsError, match="does not exist") as caught:
         with_models(wrong, NO_ENV, said.append)
     assert caught.value.param == "models.1.path"
-    assert list(problems(wrong)) == [f"models.1.path = {str(tmp_path / 'no')!r}: no such folder"]
+    assert list(problems(LoadedSettings(wrong, {}))) == [f"models.1.path = {str(tmp_path / 'no')!r}: no such folder"]
 
 
 def test_memory_is_shared_among_the_workers_that_name_no_size(settings: Settings, tmp_path: Path) -> None:

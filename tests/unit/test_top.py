@@ -61,6 +61,18 @@ def test_a_frame_shows_queues_workers_and_requests() -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_a_terminal_of_80_columns_shows_every_worker_whole() -> None:
+    names = {"decode-0123456789ab", "prefill-0123456789ab"}
+    workers = [
+        worker(name, name.partition("-")[0], fake=True, free_blocks=[3000], total_blocks=[4096]) for name in names
+    ]
+    lines = frame("http://h:1", Snapshot(100.0, cluster(workers=workers), [summary(1)]), "", (80, 24), 100.0)
+    assert not any("…" in line for line in lines if not line.startswith("scheduler"))
+    assert all(len(line) <= 80 for line in lines)
+    assert {line.split()[0] for line in lines if "1096/4096" in line and line.endswith("fake")} == names
+    assert any(line.startswith("REQUEST") and line.endswith("STATUS") for line in lines)
+
+
 def test_every_size_of_terminal_is_kept_to() -> None:
     shown = Snapshot(100.0, cluster(), [summary(n) for n in range(50)])
     for size in ((1, 1), (20, 5), (40, 10), (79, 11), (200, 60)):

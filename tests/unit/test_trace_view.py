@@ -62,5 +62,15 @@ def test_the_list() -> None:
     assert list_table([], 0.0) == "no requests yet"
 
 
+def test_a_narrow_terminal_keeps_times_and_status() -> None:
+    summary = summarize(SPANS)
+    assert summary is not None
+    head, line = list_table([summary], 13.0, 80).splitlines()
+    assert head.split() == ["REQUEST", "AGE", "TENANT", "PATH", "PROMPT", "OUT", "TTFT", "TOTAL", "STATUS"]
+    assert line.split() == ["a" * 12, "13s", "demo", "handed_off", "0", "0", "250ms", "1.00s", "ok"]
+    assert "TTFT" in list_table([summary], 13.0, 60)
+    assert head.index("AGE") + 3 == line.index("13s") + 3
+
+
 def test_durations_are_short() -> None:
     assert [seconds(v) for v in (0.00001, 0.0123, 0.25, 1.5, 120.0)] == ["0.0ms", "12.3ms", "250ms", "1.50s", "120s"]
