@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from services.batch.open_requests import OpenRequests
 from services.batch.records import PURPOSE_INPUT, FileMeta
 from services.batch.runner_config import RunnerConfig
 from services.batch.store import BatchStore
@@ -30,6 +31,8 @@ from shared.contracts.batch_messages import (
 from shared.contracts.errors import BodyTooLarge, InvalidInput
 
 MAX_FILENAME_CHARS = 255
+MAX_AT_ONCE = 32
+"""Requests of one tenant answered at the same time."""
 MAX_PAGE = 10_000
 PAGE = 500
 """Most files in one answer, which must fit a message; the asker comes again for more."""
@@ -42,10 +45,15 @@ class FileDesk:
         self._files = store.files
         self._config = config
         self._clock = clock
+        self._open_requests = OpenRequests(MAX_AT_ONCE)
 
     async def answer(self, delivery: Delivery) -> FileReply:
-        """Raises NotFound, InvalidInput, Conflict, BodyTooLarge, Forbidden, Unavailable."""
+        """Raises NotFound, InvalidInput, Conflict, BodyTooLarge, Forbidden, Overloaded, Unavailable."""
         request: FileRequest = delivery.message
+        with self._open_requests.one(request.tenant):
+            return await self._answer(request)
+
+    async def _answer(self, request: FileRequest) -> FileReply:
         if isinstance(request, FileOpen):
             return await self._open(request)
         if isinstance(request, FileAppend):

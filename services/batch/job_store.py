@@ -86,8 +86,7 @@ class JobStore:
         """Raises NotFound."""
         if not is_id(batch_id):
             raise no_such_batch(batch_id)
-        key = self._keys.job(tenant, batch_id)
-        reply, dead = await self._redis.transaction([("HGETALL", key), ("LRANGE", f"{key}:dead", 0, -1)])
+        reply, dead = await self._redis.transaction(self._reads(tenant, batch_id))
         found = pairs(reply)
         if "spec" not in found:
             raise no_such_batch(batch_id)
@@ -97,7 +96,14 @@ class JobStore:
         """A page of the tenant's batches, newest first, and whether more follow. Raises NotFound for `after`."""
         index = self._keys.of(tenant, "jobs")
         ids, more = await page_of(self._redis, index, after, limit, False, no_such_batch)
-        return [await self.get(tenant, BatchId(batch_id)) for batch_id in ids], more
+        names = [BatchId(name) for name in ids]
+        replies = await self._redis.transaction([read for name in names for read in self._reads(tenant, name)])
+        jobs = []
+        for name, reply, dead in zip(names, replies[::2], replies[1::2], strict=True):
+            found = pairs(reply)
+            if "spec" in found:  # else it has gone since, as the oldest do
+                jobs.append(self._job(tenant, name, found, dead))
+        return jobs, more
 
     async def status(self, tenant: TenantId, batch_id: BatchId) -> str:
         """The status alone; empty when there is no such batch."""
@@ -160,6 +166,10 @@ class JobStore:
         await self._redis.script(_LEASE_GIVE, [self._keys.job(tenant, batch_id, "lease")], (owner,))
 
     # ------------------------------------------------------------------------------------------ parts
+
+    def _reads(self, tenant: TenantId, batch_id: BatchId) -> list[tuple[str | int, ...]]:
+        key = self._keys.job(tenant, batch_id)
+        return [("HGETALL", key), ("LRANGE", f"{key}:dead", 0, -1)]
 
     async def _forget_oldest(self, tenant: TenantId) -> None:
         index = self._keys.of(tenant, "jobs")

@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
+
 from services.batch import job_states as states
 from services.batch.job_store import no_such_batch
+from services.batch.open_requests import OpenRequests
 from services.batch.records import PURPOSE_INPUT, QUEUE_BATCH, Job, JobSpec
 from services.batch.runner import BatchRunner
 from services.batch.runner_config import RunnerConfig
@@ -28,7 +31,11 @@ from shared.contracts.errors import Conflict, InvalidInput, Unavailable
 from shared.contracts.ids import BatchId, TenantId
 
 COMPLETION_WINDOW = "24h"
+MAX_AT_ONCE = 8
+"""Requests of one tenant answered at the same time."""
 MAX_PAGE = 100
+MAX_PAGE_BYTES = 4 * 1024 * 1024
+"""A page ends early rather than be too long for a message."""
 CANCEL_TRIES = 10
 
 
@@ -42,10 +49,15 @@ class JobDesk:
         self._runner = runner
         self._config = config
         self._clock = clock
+        self._open_requests = OpenRequests(MAX_AT_ONCE)
 
     async def answer(self, delivery: Delivery) -> BatchReply:
-        """Raises NotFound, InvalidInput, Conflict, Unavailable."""
+        """Raises NotFound, InvalidInput, Conflict, Forbidden, QuotaExceeded, Overloaded, Unavailable."""
         request: BatchRequest = delivery.message
+        with self._open_requests.one(request.tenant):
+            return await self._answer(request)
+
+    async def _answer(self, request: BatchRequest) -> BatchReply:
         if isinstance(request, BatchCreate):
             return await self._create(request)
         if isinstance(request, BatchCancel):
@@ -101,4 +113,9 @@ class JobDesk:
         if not 1 <= request.limit <= MAX_PAGE:
             raise InvalidInput(f"limit must be 1 to {MAX_PAGE}", param="limit")
         jobs, more = await self._store.jobs.page(request.tenant, after=request.after, limit=request.limit)
-        return BatchPage(batches=tuple(job.info() for job in jobs), has_more=more)
+        infos, size = [job.info() for job in jobs], 0
+        for at, info in enumerate(infos):
+            size += len(msgspec.msgpack.encode(info))
+            if at and size > MAX_PAGE_BYTES:
+                return BatchPage(batches=tuple(infos[:at]), has_more=True)
+        return BatchPage(batches=tuple(infos), has_more=more)

@@ -8,15 +8,15 @@ again; `after` of the last page goes on from where that one ended, also when it 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from services.batch.open_requests import OpenRequests
 from services.batch.output_files import result_line
 from services.batch.queue_store import QueueStore
 from services.batch.records import QUEUE_BATCH
-from shared.contracts.errors import InvalidInput, Overloaded
+from shared.contracts.errors import InvalidInput
 from shared.contracts.ids import TenantId
 
 MAX_LIMIT = 1000
@@ -24,7 +24,7 @@ MAX_PAGE_BYTES = 4 * 1024 * 1024
 STEP = 32
 """Results read from the store at once."""
 MAX_AT_ONCE = 4
-"""Questions of one tenant answered at the same time, so that none keeps the others waiting."""
+"""Questions of one tenant answered at the same time."""
 
 
 class ResultsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,20 +53,13 @@ class ResultsDesk:
     def __init__(self, queue: QueueStore, untaken: Callable[[TenantId], Awaitable[int]]) -> None:
         self._queue = queue
         self._untaken = untaken
-        self._at_once: Counter[TenantId] = Counter()
+        self._open = OpenRequests(MAX_AT_ONCE)
 
     async def answer(self, tenant: TenantId, payload: bytes) -> bytes:
         """The answer to one question. Raises InvalidInput naming the field, Overloaded, Unavailable."""
         question = read_question(payload)
-        if self._at_once[tenant] >= MAX_AT_ONCE:
-            raise Overloaded(f"you have {MAX_AT_ONCE} questions open; wait for an answer", retry_after_s=1.0)
-        self._at_once[tenant] += 1
-        try:
+        with self._open.one(tenant):
             return msgspec.json.encode(await self._page(tenant, question))
-        finally:
-            self._at_once[tenant] -= 1
-            if not self._at_once[tenant]:
-                del self._at_once[tenant]
 
     async def _page(self, tenant: TenantId, question: ResultsQuestion) -> ResultsPage:
         # In the order a line goes: one that moves on meanwhile is then counted twice rather than not at all.

@@ -132,18 +132,18 @@ class BatchRunner:
     # ------------------------------------------------------------------------------------------ one batch
 
     async def _drive(self, key: JobKey) -> None:
-        failures = 0
+        failures = faults = 0
         try:
             while True:
                 try:
-                    if not await self._step(key, failures):
+                    if not await self._step(key, faults):
                         return
-                    failures = 0
+                    failures = faults = 0
                 except NotFound:
                     return
                 except Exception as exc:
-                    failures += 1
-                    quiet = isinstance(exc, Unavailable)
+                    quiet = isinstance(exc, Unavailable)  # which is no fault of the batch
+                    failures, faults = failures + 1, faults + (not quiet)
                     log.warning("batch %s: %s", key[1], exc) if quiet else log.exception("batch %s failed", key[1])
                     await asyncio.sleep(min(MAX_PAUSE_S, self._config.pause_s * 2 ** min(failures - 1, 8)))
         finally:
@@ -154,8 +154,8 @@ class BatchRunner:
             with suppress(BatonError):
                 await self._store.jobs.give_lease(*key, self._owner)
 
-    async def _step(self, key: JobKey, failures: int) -> bool:
-        """Take the next step of a batch; False when there is none."""
+    async def _step(self, key: JobKey, faults: int) -> bool:
+        """Take the next step of a batch, that failed `faults` times in a row; False when there is none."""
         news = self._news[key]
         news.clear()
         store = self._store
@@ -165,7 +165,7 @@ class BatchRunner:
         if step is Step.NOTHING:
             return False
         if step is Step.VALIDATE:
-            if not await self._validated_in_turn(job, failures):
+            if not await self._validated_in_turn(job, faults):
                 await self._wait(news, job)
         elif step is Step.EXPIRE_EARLY:
             await store.jobs.move(job, states.change(job.status, states.EXPIRED, now_s), ends=True)
@@ -181,7 +181,7 @@ class BatchRunner:
             log.info("batch %s has ended: %d completed, %d failed", job.batch_id, job.completed, job.failed)
         return True
 
-    async def _validated_in_turn(self, job: Job, failures: int) -> bool:
+    async def _validated_in_turn(self, job: Job, faults: int) -> bool:
         """Validate a batch; False while the tenant has enough in hand, so that many batches of one do not keep others'
         waiting."""
         tenant, key = job.tenant, (job.tenant, job.batch_id)
@@ -191,7 +191,7 @@ class BatchRunner:
         self._unvalidated.pop(key, None)
         self._validating[tenant] += 1
         try:
-            await self._validate(job, failures)
+            await self._validate(job, faults)
         finally:
             self._validating[tenant] -= 1
             if not self._validating[tenant]:
@@ -200,8 +200,8 @@ class BatchRunner:
                 self.wake(*following)
         return True
 
-    async def _validate(self, job: Job, failures: int) -> None:
-        if failures >= VALIDATION_TRIES:
+    async def _validate(self, job: Job, faults: int) -> None:
+        if faults >= VALIDATION_TRIES:
             error = BatchError("internal_error", "the batch could not be validated")
             await self._store.jobs.move(
                 job, states.change(job.status, states.FAILED, int(self._clock())) | {"errors": [error]}, ends=True

@@ -14,7 +14,7 @@ class StoreLimits:
     written to its end."""
     max_files: int = 20_000
     """Files and uploads: each takes room beside its bytes; 0 = any."""
-    max_unfinished: int = 500
+    max_unfinished: int = 200
     """Batches that have not ended; 0 = any."""
     max_jobs: int = 2000
     """Records of batches; past that the oldest ended ones go."""

@@ -64,9 +64,10 @@ class RedisStore:
         with redis_errors():
             try:
                 yield
-            except RedisConnectionError:
-                # A restarted server has closed every pooled connection: let one command pay for it, not each.
-                await self._client.connection_pool.disconnect(inuse_connections=False)
+            except RedisConnectionError as exc:
+                if not isinstance(exc.__cause__, TimeoutError):  # else it waited for one of the pool: all are in use
+                    # A restarted server has closed every pooled connection: let one command pay for it, not each.
+                    await self._client.connection_pool.disconnect(inuse_connections=False)
                 raise
 
     async def now_s(self) -> float:

@@ -49,9 +49,10 @@ async def upload(
     store: BatchStore, data: bytes, tenant: TenantId = ANN, *, name: str = "in.jsonl", expires_s: int = 0
 ) -> FileId:
     """A closed input file."""
-    file_id = await store.files.open(tenant, FileMeta(name, "batch", 1000, expires_s), 1000)
+    now_s = int(time.time())  # a sweep may run meanwhile
+    file_id = await store.files.open(tenant, FileMeta(name, "batch", 1000, expires_s), now_s)
     for number, start in enumerate(range(0, len(data), FILE_CHUNK_BYTES)):
-        await store.files.append(tenant, file_id, number, data[start : start + FILE_CHUNK_BYTES], 1000)
+        await store.files.append(tenant, file_id, number, data[start : start + FILE_CHUNK_BYTES], now_s)
     await store.files.close(tenant, file_id)
     return file_id
 

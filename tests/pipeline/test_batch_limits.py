@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable
 
 import pytest
+from opentelemetry.context import Context
 
+from services.batch import jobs as jobs_module
 from services.batch import runner as runner_module
+from services.batch.jobs import JobDesk
+from services.batch.open_requests import OpenRequests
 from services.batch.records import QUEUE_BATCH, FileMeta, ItemResult, JobSpec
 from services.batch.store import BatchStore
-from shared.contracts.errors import Forbidden, NotFound, QuotaExceeded
+from shared.bus.bus import Delivery
+from shared.contracts.batch_messages import BatchList, BatchPage
+from shared.contracts.errors import Forbidden, NotFound, Overloaded, QuotaExceeded, Unavailable
 from shared.contracts.ids import BatchId, FileId
 from tests.pipeline.batch_support import (
     ANN,
@@ -171,3 +177,62 @@ async def test_many_batches_of_one_tenant_do_not_keep_anothers_waiting(
             go_on.set()
             for job in (*many, other):
                 await world.until(job, "completed")
+
+
+async def listed(desk: JobDesk, after: str = "") -> tuple[list[BatchId], bool]:
+    page = await desk.answer(Delivery("x", BatchList(tenant=ANN, after=after, limit=100), Context()))
+    assert isinstance(page, BatchPage)
+    return [info.batch_id for info in page.batches], page.has_more
+
+
+async def test_a_record_that_goes_while_its_page_is_read_is_no_error(redis_server: RedisServer) -> None:
+    async with batch_world(redis_server) as world, world.runner() as (_, desk):
+        assert await listed(desk) == ([], False)
+        first, gone, last = [(await world.create(lines(1))).batch_id for _ in range(3)]
+        assert await listed(desk) == ([last, gone, first], False)
+        await world.redis.execute("UNLINK", f"{world.prefix}:{{{ANN}}}:job:{gone}")
+        assert await listed(desk) == ([last, first], False)
+
+
+async def test_a_page_ends_early_rather_than_be_too_long(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_PAGE_BYTES", 1000)
+    async with batch_world(redis_server) as world, world.runner() as (_, desk):
+        jobs = [await world.create(lines(1), metadata={"k": "x" * 400}) for _ in range(3)]
+        found, more, pages = list[BatchId](), True, 0
+        while more:
+            page, more = await listed(desk, found[-1] if found else "")
+            found, pages = found + page, pages + 1
+        assert found == [job.batch_id for job in jobs[::-1]]
+        assert pages > 1
+
+
+async def test_a_tenant_has_so_many_requests_open() -> None:
+    requests = OpenRequests(2)
+    with requests.one(ANN), requests.one(ANN):
+        with pytest.raises(Overloaded, match="2 requests"), requests.one(ANN):
+            pass
+        with requests.one(BOB):
+            pass
+    with requests.one(ANN):
+        pass
+
+
+async def test_redis_away_is_no_fault_of_a_batch(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = runner_module.VALIDATION_TRIES + 1
+    validate = runner_module.validate
+
+    async def sometimes(*given: object) -> None:
+        nonlocal away
+        away -= 1
+        if away >= 0:
+            raise Unavailable("redis: away")
+        await validate(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner_module, "validate", sometimes)
+    async with batch_world(redis_server) as world:
+        job = await world.create(lines(1))
+        async with world.runner(pause_s=0.01):
+            done = await world.until(job, "completed", "failed")
+    assert (done.status, done.errors) == ("completed", ())
