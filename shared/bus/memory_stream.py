@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,12 +96,8 @@ class DurableReplica:
                 await self._stream.grown.wait()
             elif self._slots is not None:
                 await self._begin(index, self._slots)
-            elif (pause := await self._handled(index)) is not None:
-                self._put_back(index)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), pause)
             else:
-                self._stream.done[self._durable] += 1
+                self._close(index, await self._handled(index))
 
     async def _begin(self, index: int, slots: asyncio.Semaphore) -> None:
         """Handle a message in a task of its own, once there is a slot."""
@@ -118,14 +113,18 @@ class DurableReplica:
                 pause = await self._handled(index)
             finally:
                 slots.release()
-            if pause is not None:
-                asyncio.get_running_loop().call_later(pause, self._put_back, index)
-            else:
-                self._stream.done[self._durable] += 1
+            self._close(index, pause)
 
         task = asyncio.create_task(handled())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+
+    def _close(self, index: int, pause: float | None) -> None:
+        """Done with it, or it comes again after a pause, in which those behind it have their turn."""
+        if pause is None:
+            self._stream.done[self._durable] += 1
+        else:
+            asyncio.get_running_loop().call_later(pause, self._put_back, index)
 
     def _put_back(self, index: int) -> None:
         self._stream.again[self._durable].append(index)

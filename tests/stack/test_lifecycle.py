@@ -93,7 +93,7 @@ def test_fakes_are_labelled_and_ctrl_c_leaves_nothing(own: Baton, default_model_
     spans = {span["name"]: span for span in own.trace(answer.id, "decode.reserve", "decode.run")}
     assert spans["decode.reserve"]["attributes"]["baton.fake"] is True
     assert spans["decode.run"]["attributes"]["baton.fake"] is True
-    assert "fake=True" in own.run("trace", answer.id).stdout
+    assert "fake=true" in own.run("trace", answer.id).stdout
     assert own.openai().models.list().data[0].owned_by == "baton, fake workers"
     status = own.run("status").stdout.splitlines()
     assert [line.split()[-1] for line in status if line.startswith(("decode", "prefill"))] == ["fake", "fake"]

@@ -402,6 +402,23 @@ async def test_a_handler_may_hand_a_message_back(
         assert not semaphore.locked()
 
 
+async def test_a_message_that_fails_does_not_hold_up_those_behind_it(connect: Connect, topic: str) -> None:
+    client, server = await connect("gateway"), await connect("policy")
+    seen: list[str] = []
+
+    async def take(delivery: Delivery) -> None:
+        if delivery.message.text == "bad":
+            raise RuntimeError("always")
+        seen.append(delivery.message.text)
+
+    stream = f"s-{topic}"
+    consumer = await server.consume(stream, topic, Ask, take, durable="policy")
+    for text in ("bad", "a", "b"):
+        await client.publish_durable(topic, Ask(text=text), message_id=text)
+    await until(lambda: seen == ["a", "b"])
+    await consumer.stop()
+
+
 async def test_a_lease_has_one_owner_and_a_growing_term(connect: Connect, topic: str) -> None:
     one, two = await connect("scheduler"), await connect("scheduler")
     term = await one.acquire_lease(topic, "one", 1.0)
