@@ -1,91 +1,66 @@
-"""The step `in_progress`: a window of a batch's items is kept on the queue."""
+"""Keeps items on the queue: a window of each batch in progress, and whatever the queue has lost."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from services.batch.records import Job
+from services.batch.item_queue import PUBLISH, JobKey, LossWatch, publish_items
+from services.batch.records import QUEUE_BATCH, Job
 from services.batch.runner_config import RunnerConfig
 from services.batch.store import BatchStore
 from shared.bus.bus import Bus
-from shared.contracts import subjects
-from shared.contracts.batch_messages import BatchItem
-from shared.contracts.ids import BatchId, TenantId
+from shared.contracts.ids import TenantId
 
 log = logging.getLogger("baton.batch")
 
-PUBLISH = 100
-"""Items published at once."""
-
-JobKey = tuple[TenantId, BatchId]
-
-
-@dataclass(slots=True)
-class _Progress:
-    """When a batch last moved, and how it stood then."""
-
-    at: float
-    counts: tuple[int, int, int]
-    repeats: int = 0
-
 
 class Enqueuer:
-    """Puts references to items on the queue, and again when the queue seems to have lost them."""
+    """Puts references to items on the queue, and again when the queue seems to have lost them.
+
+    Args:
+        clock: unix seconds.
+    """
 
     def __init__(self, store: BatchStore, bus: Bus, config: RunnerConfig, clock: Callable[[], float]) -> None:
         self._store = store
         self._bus = bus
         self._config = config
         self._clock = clock
-        self._progress: dict[JobKey, _Progress] = {}
+        self._watch = LossWatch(bus, config.look_s, config.stall_s)
 
     async def go_on(self, job: Job) -> bool:
         """Enqueue the next items if there is room; True when some were. Raises Unavailable."""
-        if self._stalled(job):
-            await self._again(job)
+        key = (job.tenant, job.batch_id)
+        if await self._watch.lost(key, (job.finished, job.claims, job.enqueued)):
+            await self._again(key, range(1, job.enqueued + 1))
             return False
         room = self._config.window_items - (job.enqueued - job.finished)
         last = min(job.total, job.enqueued + min(room, PUBLISH))
         if last <= job.enqueued:
             return False
-        await self._publish(job, range(job.enqueued + 1, last + 1), "")
+        await publish_items(self._bus, self._store, key, range(job.enqueued + 1, last + 1))
         await self._store.jobs.set_enqueued(job, last)
         return True
 
+    async def look_after_queue(self, tenant: TenantId, owner: str) -> None:
+        """Put waiting lines that came over NATS on the queue again if that has lost them. Raises Unavailable.
+
+        Args:
+            owner: this process; one at a time does it.
+        """
+        key = (tenant, QUEUE_BATCH)
+        waiting, claims = await self._store.queue.open_items(tenant)
+        held_s = 3 * self._config.sweep_s
+        if not waiting or not await self._store.jobs.take_lease(tenant, QUEUE_BATCH, owner, held_s):
+            self.forget(key)
+        elif await self._watch.lost(key, (len(waiting), waiting[-1], claims)):
+            await self._again(key, waiting)
+
     def forget(self, key: JobKey) -> None:
         """The batch is driven no more."""
-        self._progress.pop(key, None)
+        self._watch.forget(key)
 
-    async def _again(self, job: Job) -> None:
-        log.warning("batch %s does not move: its items are put on the queue again", job.batch_id)
-        # another name each time, or the stream would take them for the same
-        mark = f"-{int(self._clock())}"
-        for first in range(1, job.enqueued + 1, PUBLISH):
-            await self._publish(job, range(first, min(job.enqueued, first + PUBLISH - 1) + 1), mark)
-
-    async def _publish(self, job: Job, numbers: Sequence[int], mark: str) -> None:
-        bodies = await self._store.items.bodies(job.tenant, job.batch_id, numbers)
-        await asyncio.gather(
-            *(
-                self._bus.publish_durable(
-                    subjects.batch_item(job.tenant),
-                    BatchItem(tenant=job.tenant, batch_id=job.batch_id, number=number, custom_id=body.custom_id),
-                    message_id=f"{job.batch_id}-{number}{mark}",
-                )
-                for number, body in bodies.items()
-            )
-        )
-
-    def _stalled(self, job: Job) -> bool:
-        now, counts = self._clock(), (job.finished, job.claims, job.enqueued)
-        seen = self._progress.setdefault((job.tenant, job.batch_id), _Progress(now, counts))
-        if seen.counts != counts:
-            self._progress[(job.tenant, job.batch_id)] = _Progress(now, counts)
-            return False
-        if now - seen.at < self._config.stall_s * 2**seen.repeats:
-            return False
-        seen.at, seen.repeats = now, min(seen.repeats + 1, 10)
-        return True
+    async def _again(self, key: JobKey, numbers: range | list[int]) -> None:
+        log.warning("batch %s of %s does not move: its items are put on the queue again", key[1], key[0])
+        await publish_items(self._bus, self._store, key, numbers, f"-{int(self._clock())}")

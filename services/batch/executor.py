@@ -13,11 +13,11 @@ from contextlib import suppress
 from types import TracebackType
 
 from services.batch.item_gate import RunGate
+from services.batch.item_queue import ITEM_STREAM, durable_of
 from services.batch.item_run import ItemRun, OnResult, RunTools
 from services.batch.job_states import IN_PROGRESS
 from services.batch.store import BatchStore
 from shared.bus.bus import Bus, Delivery, Redeliver, Subscription
-from shared.bus.streams import stream_name
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem
 from shared.contracts.errors import BatonError
@@ -27,7 +27,6 @@ from shared.lifecycle.tasks import end_tasks, every
 
 log = logging.getLogger("baton.batch")
 
-ITEM_STREAM = stream_name("batch.item")
 FOLLOW_S = 1.0
 """How often new tenants are looked for."""
 WATCH_S = 1.0
@@ -104,7 +103,7 @@ class Executor:
                     subjects.batch_item(tenant),
                     BatchItem,
                     self._on_item,
-                    durable=f"batch-{tenant}",
+                    durable=durable_of(tenant),
                     slots=self._slots,
                 )
 

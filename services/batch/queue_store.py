@@ -79,6 +79,12 @@ class QueueStore:
         total, *finished = await self._redis.execute("HMGET", key, "total", "completed", "failed")
         return int(total or 0) - sum(int(count or 0) for count in finished)
 
+    async def open_items(self, tenant: TenantId) -> tuple[list[int], int]:
+        """Numbers of the lines that are to be run, in order, and how often any line was claimed."""
+        key = self._keys.job(tenant, QUEUE_BATCH)
+        numbers, claims = await self._redis.transaction([("HKEYS", f"{key}:bodies"), ("HGET", key, "claims")])
+        return sorted(map(int, numbers)), int(claims or 0)
+
     async def results(self, tenant: TenantId, after: str, limit: int) -> tuple[list[QueueResult], bool]:
         """Up to `limit` results behind cursor `after` (empty: from the oldest kept), and whether more follow.
 

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from services.batch import job_states as states
 from services.batch.enqueue import Enqueuer
+from services.batch.item_queue import JobKey
 from services.batch.job_states import Step
 from services.batch.job_writer import end_items, write_files
 from services.batch.queue_store import TRIM
@@ -33,7 +34,6 @@ from shared.lifecycle.tasks import end_tasks, every
 
 log = logging.getLogger("baton.batch")
 
-JobKey = tuple[TenantId, BatchId]
 MAX_PAUSE_S = 30.0
 VALIDATION_TRIES = 3
 VALIDATE_AT_ONCE = 2
@@ -128,6 +128,7 @@ class BatchRunner:
             await self._store.files.sweep(tenant, now_s)
             while await self._store.queue.trim(tenant, now_s - self._config.queue_keep_s) == TRIM:
                 pass
+            await self._enqueuer.look_after_queue(tenant, self._owner)
 
     # ------------------------------------------------------------------------------------------ one batch
 

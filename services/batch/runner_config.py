@@ -22,8 +22,10 @@ class RunnerConfig:
     """After a failure; each further one doubles it."""
     window_items: int = 1000
     """Most items of one batch on the queue at once, so that no batch fills the stream."""
+    look_s: float = 5.0
+    """Between two looks at the queue of a batch in which nothing moves: the queue may have lost its items."""
     stall_s: float = 600.0
-    """Items of a batch in which nothing moved for so long are put on the queue again: the queue may have lost them.
-    Each time without a move doubles it."""
+    """Items of a batch in which nothing moved for so long are put on the queue again whatever it says. Each time
+    without a move doubles it."""
     queue_keep_s: int = 7 * 86400
     """Results of lines that came over NATS are kept so long."""

@@ -13,12 +13,14 @@ import pytest
 from opentelemetry.context import Context
 
 from services.batch.files import FileDesk
+from services.batch.item_queue import ITEM_STREAM, durable_of
 from services.batch.jobs import JobDesk
 from services.batch.records import QUEUE_BATCH, FileMeta, ItemResult, Job
 from services.batch.runner_config import RunnerConfig
 from shared.bus.bus import Delivery
 from shared.contracts import batch_messages as b
-from shared.contracts.batch_messages import FILE_CHUNK_BYTES
+from shared.contracts import subjects
+from shared.contracts.batch_messages import FILE_CHUNK_BYTES, BatchItem
 from shared.contracts.errors import BodyTooLarge, Conflict, InvalidInput, NotFound
 from shared.contracts.ids import BatchId, FileId
 from tests.pipeline.batch_support import (
@@ -31,6 +33,7 @@ from tests.pipeline.batch_support import (
     batch_world,
     eventually,
     input_line,
+    item,
     lines,
     upload,
 )
@@ -331,6 +334,64 @@ async def test_items_the_queue_lost_are_put_there_again(world: BatchWorld) -> No
         await delivered(world, 10)
         world.executor.deaf = False
         await both_files(world, await world.until(job, "completed"))
+
+
+async def test_what_an_empty_queue_forgot_is_put_there_again_soon(world: BatchWorld) -> None:
+    """A NATS server that came back without its store: the consumer is there, and has nothing to do."""
+    await world.bus.consume(ITEM_STREAM, subjects.batch_item(ANN), BatchItem, nothing, durable=durable_of(ANN))
+    world.executor.deaf = True
+    job = await world.create(lines(10))
+    await queued_line(world, 1)
+    async with world.runner(look_s=0.1, stall_s=3600.0, sweep_s=0.1):
+        await delivered(world, 10)
+        world.executor.deaf = False
+        await both_files(world, await world.until(job, "completed"))
+        await eventually(lambda: no_line_waits(world))
+
+
+async def test_items_that_only_wait_are_not_put_on_the_queue_twice(world: BatchWorld) -> None:
+    hold = asyncio.Event()
+
+    async def waits(delivery: Delivery) -> None:
+        await hold.wait()
+
+    await world.bus.consume(ITEM_STREAM, subjects.batch_item(ANN), BatchItem, waits, durable=durable_of(ANN))
+    world.executor.deaf = True
+    await world.create(lines(10))
+    await queued_line(world, 1)
+    async with world.runner(look_s=0.05, stall_s=3600.0, sweep_s=0.05):
+        await delivered(world, 10)
+        await asyncio.sleep(0.5)
+        assert len(world.executor.deliveries) == 10
+    hold.set()
+
+
+async def test_one_process_looks_after_queued_lines(world: BatchWorld) -> None:
+    await world.bus.consume(ITEM_STREAM, subjects.batch_item(ANN), BatchItem, nothing, durable=durable_of(ANN))
+    world.executor.deaf = True
+    await queued_line(world, 1)
+    lease = f"{world.prefix}:{{{ANN}}}:job:{QUEUE_BATCH}:lease"
+    await world.redis.execute("SET", lease, "another", "PX", 60_000)
+    async with world.runner(look_s=0.05, stall_s=3600.0, sweep_s=0.05):
+        await asyncio.sleep(0.5)
+        assert not world.executor.deliveries
+        await world.redis.execute("DEL", lease)
+        await delivered(world, 1)
+
+
+async def nothing(delivery: Delivery) -> None:
+    """Acknowledges."""
+
+
+async def queued_line(world: BatchWorld, number: int) -> None:
+    """A line of the queue, stored but not on it."""
+    slot = await world.store.queue.slot(ANN, f"message-{number}", f"c{number}", 1)
+    assert slot.number == number
+    assert await world.store.queue.put_body(ANN, number, item(number)) == ""
+
+
+async def no_line_waits(world: BatchWorld) -> bool:
+    return await world.store.queue.waiting(ANN) == 0
 
 
 async def test_a_broken_input_chunk_fails_the_batch_in_the_end(world: BatchWorld) -> None:
