@@ -31,8 +31,8 @@ from shared.contracts.batch_messages import (
 from shared.contracts.errors import BodyTooLarge, InvalidInput
 
 MAX_FILENAME_CHARS = 255
-MAX_AT_ONCE = 32
-"""Requests of one tenant answered at the same time."""
+AT_WORK, MAX_OPEN = 16, 256
+"""Requests of one tenant answered at the same time, and those that may be open."""
 MAX_PAGE = 10_000
 PAGE = 500
 """Most files in one answer, which must fit a message; the asker comes again for more."""
@@ -45,12 +45,12 @@ class FileDesk:
         self._files = store.files
         self._config = config
         self._clock = clock
-        self._open_requests = OpenRequests(MAX_AT_ONCE)
+        self._open_requests = OpenRequests(AT_WORK, MAX_OPEN)
 
     async def answer(self, delivery: Delivery) -> FileReply:
         """Raises NotFound, InvalidInput, Conflict, BodyTooLarge, Forbidden, Overloaded, Unavailable."""
         request: FileRequest = delivery.message
-        with self._open_requests.one(request.tenant):
+        async with self._open_requests.one(request.tenant):
             return await self._answer(request)
 
     async def _answer(self, request: FileRequest) -> FileReply:

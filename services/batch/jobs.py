@@ -31,8 +31,8 @@ from shared.contracts.errors import Conflict, InvalidInput, Unavailable
 from shared.contracts.ids import BatchId, TenantId
 
 COMPLETION_WINDOW = "24h"
-MAX_AT_ONCE = 8
-"""Requests of one tenant answered at the same time."""
+AT_WORK, MAX_OPEN = 8, 256
+"""Requests of one tenant answered at the same time, and those that may be open."""
 MAX_PAGE = 100
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """A page ends early rather than be too long for a message."""
@@ -49,12 +49,12 @@ class JobDesk:
         self._runner = runner
         self._config = config
         self._clock = clock
-        self._open_requests = OpenRequests(MAX_AT_ONCE)
+        self._open_requests = OpenRequests(AT_WORK, MAX_OPEN)
 
     async def answer(self, delivery: Delivery) -> BatchReply:
         """Raises NotFound, InvalidInput, Conflict, Forbidden, QuotaExceeded, Overloaded, Unavailable."""
         request: BatchRequest = delivery.message
-        with self._open_requests.one(request.tenant):
+        async with self._open_requests.one(request.tenant):
             return await self._answer(request)
 
     async def _answer(self, request: BatchRequest) -> BatchReply:

@@ -1,31 +1,46 @@
-"""How many requests of one tenant are answered at the same time, so that none keeps the others waiting. Pure."""
+"""How many requests of one tenant are answered at the same time, so that none keeps the others waiting."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from shared.contracts.errors import Overloaded
 from shared.contracts.ids import TenantId
 
 
+@dataclass(slots=True)
+class _Tenant:
+    turn: asyncio.Semaphore
+    open: int = 0
+
+
 class OpenRequests:
-    """Counts them, by tenant."""
+    """Takes them in turn, by tenant.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        at_work: answered at the same time; the rest waits.
+        most: open, those that wait included.
+    """
+
+    def __init__(self, at_work: int, most: int) -> None:
+        self._at_work = at_work
         self._most = most
-        self._open: Counter[TenantId] = Counter()
+        self._tenants: dict[TenantId, _Tenant] = {}
 
-    @contextmanager
-    def one(self, tenant: TenantId) -> Iterator[None]:
+    @asynccontextmanager
+    async def one(self, tenant: TenantId) -> AsyncIterator[None]:
         """One of the tenant's. Raises Overloaded when it has too many."""
-        if self._open[tenant] >= self._most:
+        found = self._tenants.setdefault(tenant, _Tenant(asyncio.Semaphore(self._at_work)))
+        if found.open >= self._most:
             raise Overloaded(f"you have {self._most} requests open; wait for an answer", retry_after_s=1.0)
-        self._open[tenant] += 1
+        found.open += 1
         try:
-            yield
+            async with found.turn:
+                yield
         finally:
-            self._open[tenant] -= 1
-            if not self._open[tenant]:
-                del self._open[tenant]
+            found.open -= 1
+            if not found.open:
+                del self._tenants[tenant]

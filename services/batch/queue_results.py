@@ -53,12 +53,12 @@ class ResultsDesk:
     def __init__(self, queue: QueueStore, untaken: Callable[[TenantId], Awaitable[int]]) -> None:
         self._queue = queue
         self._untaken = untaken
-        self._open = OpenRequests(MAX_AT_ONCE)
+        self._open = OpenRequests(MAX_AT_ONCE, MAX_AT_ONCE)
 
     async def answer(self, tenant: TenantId, payload: bytes) -> bytes:
         """The answer to one question. Raises InvalidInput naming the field, Overloaded, Unavailable."""
         question = read_question(payload)
-        with self._open.one(tenant):
+        async with self._open.one(tenant):
             return msgspec.json.encode(await self._page(tenant, question))
 
     async def _page(self, tenant: TenantId, question: ResultsQuestion) -> ResultsPage:

@@ -18,7 +18,7 @@ from services.batch.store import BatchStore
 from shared.bus.bus import Delivery
 from shared.contracts.batch_messages import BatchList, BatchPage
 from shared.contracts.errors import Forbidden, NotFound, Overloaded, QuotaExceeded, Unavailable
-from shared.contracts.ids import BatchId, FileId
+from shared.contracts.ids import BatchId, FileId, TenantId
 from tests.pipeline.batch_support import (
     ANN,
     BOB,
@@ -209,14 +209,23 @@ async def test_a_page_ends_early_rather_than_be_too_long(
 
 
 async def test_a_tenant_has_so_many_requests_open() -> None:
-    requests = OpenRequests(2)
-    with requests.one(ANN), requests.one(ANN):
-        with pytest.raises(Overloaded, match="2 requests"), requests.one(ANN):
-            pass
-        with requests.one(BOB):
-            pass
-    with requests.one(ANN):
-        pass
+    requests, at_work, go_on = OpenRequests(2, 3), [0], asyncio.Event()
+
+    async def ask(tenant: TenantId) -> int:
+        async with requests.one(tenant):
+            at_work[0] += 1
+            await go_on.wait()
+            return at_work[0]
+
+    held = [asyncio.create_task(ask(ANN)) for _ in range(3)]
+    await until(lambda: at_work[0] == 2)
+    with pytest.raises(Overloaded, match="3 requests"):
+        await ask(ANN)
+    held.append(asyncio.create_task(ask(BOB)))
+    await until(lambda: at_work[0] == 3)
+    go_on.set()
+    assert (await asyncio.gather(*held))[2] == 4
+    assert await ask(ANN) == 5
 
 
 async def test_redis_away_is_no_fault_of_a_batch(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
