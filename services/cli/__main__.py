@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import os
@@ -66,6 +65,8 @@ def refuse(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if argv:
+        import difflib  # here alone: commands start as fast as they can
+
         meant = difflib.get_close_matches(argv[0], COMMANDS, n=1)
         print(f"baton: no command {argv[0]!r}{f'; did you mean {meant[0]}?' if meant else ''}\n", file=sys.stderr)
     print(USAGE, file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from services.cli.log_lines import LEVELS, LogLine, Wanted, as_json, parse_line, render
 from services.cli.state import state_path
+from services.cli.words import processes
 
 POLL_S = 0.2
 """How often `-f` looks; lines found in one look are put in order among themselves."""
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"baton logs: no logs in {folder}: nothing was started on this state folder", file=sys.stderr)
         return 1
     chosen = choose(sorted(files), options.names)
-    if unknown := [name for name in options.names if not any(_named(file, name) for file in files)]:
+    if unknown := [name for name in options.names if not processes(name, files)]:
         print(f"baton logs: no log of {', '.join(unknown)}; there are {', '.join(sorted(files))}", file=sys.stderr)
         return 2
     options.trace = options.trace.removeprefix("chatcmpl-").removeprefix("cmpl-")
@@ -59,12 +60,9 @@ def log_files(folder: Path, *, old: bool) -> dict[str, list[Path]]:
 
 
 def choose(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Processes that are meant: all, or those named, by themselves or by their service (`decode` is every decode-N)."""
-    return [process for process in known if not names or any(_named(process, name) for name in names)]
-
-
-def _named(process: str, name: str) -> bool:
-    return process == name or re.fullmatch(re.escape(name) + r"-\d+", process) is not None
+    """Processes that are meant: all, or those named, by themselves, by their service or by service and pool."""
+    wanted = {process for name in names for process in processes(name, known)}
+    return [process for process in known if not names or process in wanted]
 
 
 class Tail:
@@ -195,7 +193,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="baton logs", description="Show the logs of a stack's processes as one, in the order of time."
     )
     parser.add_argument(
-        "names", nargs="*", metavar="SERVICE", help="only these: a process such as decode-1, or all of a service"
+        "names",
+        nargs="*",
+        metavar="SERVICE",
+        help="only these: a process such as decode-1, or all of a service, or of one pool (decode-large)",
     )
     parser.add_argument("-f", "--follow", action="store_true", help="go on as lines come, also across restarts")
     parser.add_argument(

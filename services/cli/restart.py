@@ -11,7 +11,7 @@ from typing import Any
 from services.cli import control
 from services.cli.state import StateFolder, state_path
 from services.cli.supervisor import Supervisor
-from services.cli.words import NO_STACK
+from services.cli.words import NO_STACK, processes
 from shared.contracts.errors import BatonError, InvalidInput, Unavailable
 
 ORDER = ("policy", "prefix-cache-index", "scheduler", "batch", "prefill", "decode", "gateway")
@@ -29,7 +29,10 @@ def main(argv: Sequence[str]) -> int:
         "them.",
     )
     parser.add_argument(
-        "service", nargs="+", metavar="SERVICE", help=f"{', '.join((*ORDER, *SERVERS))}; one process (decode-1); or all"
+        "service",
+        nargs="+",
+        metavar="SERVICE",
+        help=f"{', '.join((*ORDER, *SERVERS))}; those of one pool (decode-large); one process (decode-1); or all",
     )
     options = parser.parse_args(argv)
     path = state_path(os.environ)
@@ -47,7 +50,7 @@ def chosen(asked: Sequence[str], instances: Mapping[str, str], own_servers: Coll
     """Names of the processes to restart, in order. Pure.
 
     Args:
-        asked: services, processes, or `all`.
+        asked: services, those of one pool (`decode-large`), processes, or `all`.
         instances: process name to service.
         own_servers: those of SERVERS that this stack started.
 
@@ -60,8 +63,8 @@ def chosen(asked: Sequence[str], instances: Mapping[str, str], own_servers: Coll
             wanted += [process for service in ORDER for process in by_service[service]]
         elif found := by_service.get(name):
             wanted += found
-        elif name in instances or name in own_servers:
-            wanted.append(name)
+        elif named := processes(name, (*instances, *own_servers)):
+            wanted += named
         else:
             known = sorted({*instances, *instances.values(), *own_servers, "all"})
             raise InvalidInput(f"there is no {name!r} here; known are {', '.join(known)}", param=name)

@@ -52,8 +52,7 @@ def _fetch(options: argparse.Namespace, path: str) -> Any:
         raise Unavailable(f"nothing answers at {target.url}; is it running? ./baton up starts it") from exc
     if response.status_code == 404 and options.id:
         raise NotFound(
-            f"no trace {options.id!r}: it is no beginning of an id, of several, or of one no longer kept; "
-            "./baton trace lists the recent ones"
+            f"no trace {options.id!r}: either no recent id begins so, or several do; ./baton trace lists them"
         )
     if response.status_code != 200:
         raise target.refusal(response)

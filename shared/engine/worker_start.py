@@ -42,7 +42,10 @@ async def start_shell(runtime: Runtime, role: str) -> tuple[WorkerShell, Fences]
         log.warning("%s is a FAKE worker: its tokens are made up", worker)
     else:
         blocks, model = core.facts.layout.num_blocks, core.step_model
-        log.info("%s: %s blocks, step model %s", worker, blocks, model)
+        log.info(
+            "%s: %s KV blocks; a step is taken to last %.1f ms, and %.2f ms more for each token",
+            *(worker, "+".join(map(str, blocks)), model.base_s * 1000, model.token_s * 1000),
+        )
     fences = Fences()
     tracer, metrics = runtime.telemetry.tracer, runtime.metrics
     return WorkerShell(runtime.bus, core, worker, settings.model.pool, fences, tracer, metrics=metrics), fences

@@ -87,6 +87,8 @@ def parse_models(tables: object, place: Callable[[str], str], faults: list[Setti
     entries = {number: entry for number, entry in found.items() if entry is not None}
     names = {number: (entry.name, *entry.aliases) for number, entry in entries.items()}
     faults += _not_distinct(names, "name", "names", place)
+    if any(fault.param.endswith(".name") for fault in faults):
+        return tuple(entries.values())  # their pools would be the same for the same reason
     pools = {number: (entry.pool or pool_name(entry.name),) for number, entry in entries.items()}
     faults += _not_distinct(pools, "pool", "pools", place)
     return tuple(entries.values())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import __main__ as cli
-from services.cli import servers
+from services.cli import servers, words
 from shared.settings.load import ROOT
 
 SUBCOMMANDS = {
@@ -136,3 +136,19 @@ def test_keys_of_a_stack_that_never_was(tmp_path: Path, capsys: pytest.CaptureFi
 )
 def test_a_path_is_one_word_for_redis(path: str, word: str) -> None:
     assert servers.quoted(Path(path)) == word
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("decode", ["decode-1", "decode-large-1", "decode-large-2"]),
+        ("decode-large", ["decode-large-1", "decode-large-2"]),
+        ("decode-1", ["decode-1"]),
+        ("scheduler", ["scheduler"]),
+        ("large", []),
+        ("dec", []),
+    ],
+)
+def test_a_name_means_a_process_or_all_that_begin_so(name: str, meant: list[str]) -> None:
+    known = ["scheduler", "scheduler-large", "decode-1", "decode-large-1", "decode-large-2"]
+    assert words.processes(name, known) == meant

@@ -148,7 +148,9 @@ def test_a_service_stands_for_all_its_processes() -> None:
     assert choose(known, []) == known
     assert choose(known, ["decode"]) == ["decode-1", "decode-2"]
     assert choose(known, ["decode-2", "gateway"]) == ["decode-2", "gateway"]
-    assert choose(known, ["prefix"]) == []
+    assert choose(known, ["cache"]) == []
+    assert choose(["decode-large-1", "decode-small-1"], ["decode"]) == ["decode-large-1", "decode-small-1"]
+    assert choose(["decode-large-1", "decode-small-1"], ["decode-small"]) == ["decode-small-1"]
 
 
 def test_durations() -> None:

@@ -199,6 +199,7 @@ def test_wrong_models_are_refused_with_their_line(tmp_path: Path, text: str, lin
         load_settings(file=file)
     assert caught.value.message.startswith(f"{file}:{line}: ")
     assert words in caught.value.message
+    assert "\n" not in caught.value.message, "one fault is told once"
 
 
 def test_models_from_the_environment_stand_for_all_a_file_says_of_them(tmp_path: Path) -> None:
