@@ -131,7 +131,10 @@ def _raw(one: Round) -> dict[str, Any]:
         "seconds": one.seconds,
         "foreign_cores": one.foreign_cores,
         "start_s": one.start_s,
-        "outcomes": [asdict(o) | {"queue_s": one.queue_s.get(o.number)} for o in one.outcomes],
+        "outcomes": [
+            asdict(o) | {"gaps_s": [round(gap, 4) for gap in o.gaps_s], "queue_s": one.queue_s.get(o.number)}
+            for o in one.outcomes
+        ],
     }
 
 
