@@ -12,7 +12,7 @@ from shared.bus.nats_bus import connect_bus
 from shared.contracts.message import Message
 from tests.servers import NatsServer
 
-ACK_WAIT_S = 0.9
+ACK_WAIT_S = 1.5
 
 
 class Note(Message, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ def request(body: object, path: str = "/v1/chat/completions", key: str = "key-a"
     return head.encode() + data
 
 
-async def gone(reader: asyncio.StreamReader, within_s: float = 2.0) -> bytes:
+async def gone(reader: asyncio.StreamReader, within_s: float = 10.0) -> bytes:
     """What came until the connection ended. Raises TimeoutError when it does not end."""
     found = b""
     async with asyncio.timeout(within_s):

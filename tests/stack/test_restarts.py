@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -98,6 +99,29 @@ def test_a_rolling_restart_of_the_gateway(fakes: Baton) -> None:
     assert fakes.pid("gateway") != pid
     assert visitors.failures == []
     assert visitors.served > 3
+    recovered(fakes, workers=2)
+
+
+def test_a_gateway_that_is_told_to_stop_lets_streams_finish(fakes: Baton) -> None:
+    # Given streams that flow
+    expected = Stream(fakes, PROMPT, 400).end().text
+    pid = fakes.pid("gateway")
+    streams = [Stream(fakes, PROMPT, 400) for _ in range(5)]
+    for stream in streams:
+        stream.flowing()
+    # When their gateway gets a SIGTERM, and no other takes its place
+    os.kill(pid, signal.SIGTERM)
+    # Then at once it is not ready and refuses what is new, by an answer that tells when to come again
+    until(lambda: not httpx.get(f"{fakes.url}/ready").json()["checks"]["accepting"], 5)
+    assert httpx.get(f"{fakes.url}/ready").status_code == 503
+    refused = httpx.post(f"{fakes.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert refused.headers["retry-after"] == "1"
+    # And the streams end as if nothing had happened, and so does the process
+    assert [stream.end().text for stream in streams] == [expected] * 5
+    log = StateFolder(fakes.folder).log("up")
+    until(lambda: "gateway ended with " in log.read_text(), 30)
+    assert "gateway ended with exit code 0" in log.read_text()
     recovered(fakes, workers=2)
 
 
