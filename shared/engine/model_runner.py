@@ -13,7 +13,7 @@ from shared.engine.forward_batch import ForwardBatch, build_forward_batch
 from shared.engine.sampler import sample_sequences
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.kv.pool import Pool
-from shared.model.decoder import DTYPES, Decoder
+from shared.model.decoder import DTYPES, Model
 
 RecordLogits = Callable[[str, int, Tensor], None]
 """Called as (seq_id, absolute position of the row, [vocab_size] logits): for proofs."""
@@ -26,7 +26,7 @@ class ModelRunner:
         SettingsError: the pool is not of the model's dtype, or its groups do not hold the model's layers.
     """
 
-    def __init__(self, model: Decoder, pool: Pool, record_logits: RecordLogits | None = None) -> None:
+    def __init__(self, model: Model, pool: Pool, record_logits: RecordLogits | None = None) -> None:
         self._model = model
         self._groups = pool.layout.groups
         self._pools = pool.views()

@@ -18,6 +18,7 @@ from kernels.dispatch import KernelChoice
 from kernels.linear import linear, pack
 from kernels.norm import rms_norm
 from shared.contracts.errors import SettingsError
+from shared.engine.native_check import NativeCheck
 from shared.model.config import ModelConfig
 
 _ROWS = 40
@@ -56,6 +57,10 @@ class SelfCheck:
 def run_self_check(config: ModelConfig, dtype: torch.dtype, kernels: KernelChoice) -> SelfCheck:
     """Check the operations in the model's own shapes (the head's width shortened). Takes under two seconds."""
     start = time.perf_counter()
+    if kernels.native is not None:
+        difference = NativeCheck(config, dtype, kernels.native).difference()
+        check = Check("native step", difference is None, difference or "")
+        return SelfCheck((check,), time.perf_counter() - start)
     generator = torch.Generator().manual_seed(0)
     checks = [_check_linear(name, shape, dtype, kernels, generator) for name, shape in _linear_shapes(config).items()]
     checks.append(_check_rows("norm", _norm(config.hidden_size, dtype, generator)))

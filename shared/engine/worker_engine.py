@@ -302,7 +302,12 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     if options.kv_dir.exists():
         for path in sweep(options.kv_dir):
             log.warning("removed a pool file without an owner: %s", path.name)
-    model = load_decoder(options.model_dir, options.dtype, options.kernels, with_head=options.samples)
+    model = load_decoder(
+        options.model_dir, options.dtype, options.kernels, with_head=options.samples, threads=options.threads
+    )
+    if model.kernels.native is not None:
+        # torch's own threads would spin on the cores of the native ones, for what little it is left to do
+        torch.set_num_threads(1)
     if options.self_check:
         run_self_check(model.config, model.dtype, model.kernels).require_exact()
     groups = layer_groups(model.config, options.block_size, options.dtype)

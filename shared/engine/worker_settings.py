@@ -45,5 +45,6 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         batch_size=engine.batch_size,
         batch_window_s=engine.batch_window_s,
         threads=engine.threads or max(1, cores // max(1, workers.prefill + workers.decode)),
+        kernels=engine.kernels,
         fake=workers.fake,
     )

@@ -5,7 +5,10 @@ Keys and values are stored in the pool first and attention reads only the pool. 
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ from kernels.activation import silu_mul
 from kernels.attention import AttentionPlan, attention, plan_attention
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.linear import padded_rows
+from kernels.native.build import NativeUnavailable
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
 from kernels.store_kv import StorePlan, plan_store, store_kv
@@ -23,11 +27,27 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
 from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import ModelConfig, load_config
+from shared.model.fetch import cache_dir
+from shared.model.native_decoder import NativeDecoder
 from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """A loaded model, whatever computes it."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    kernels: KernelChoice
+
+    def forward(self, batch: ForwardBatch, groups: tuple[LayerGroup, ...], pools: tuple[Tensor, ...]) -> Tensor:
+        """As `Decoder.forward`."""
+        ...
 
 
 class DecoderLayer:
@@ -163,14 +183,20 @@ def _copied(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def load_decoder(
-    folder: Path, dtype: str, kernels: str = "auto", tp: TensorParallel | None = None, with_head: bool = True
-) -> Decoder:
+    folder: Path,
+    dtype: str,
+    kernels: str = "auto",
+    tp: TensorParallel | None = None,
+    with_head: bool = True,
+    threads: int = 0,
+) -> Model:
     """Load a model folder.
 
     Args:
         dtype: compute dtype, a key of `DTYPES`; the checkpoint may hold another.
-        kernels: a choice of `kernels.dispatch`.
+        kernels: a choice of `kernels.dispatch`. Where "native" cannot be had, a warning says why and torch computes.
         with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
+        threads: of native kernels; 0 = as many as torch has.
 
     Raises:
         SettingsError: the folder, the dtype or the choice cannot be used.
@@ -178,9 +204,16 @@ def load_decoder(
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
     try:
-        choice = choose(kernels)
+        choice = choose(kernels, cache_dir(os.environ) / "kernels")
     except UnknownKernels as exc:
         raise SettingsError(str(exc), param="kernels") from exc
-    config = load_config(folder)
+    config, parallel = load_config(folder), tp or TensorParallel()
     with Weights(folder, config) as weights:
-        return Decoder(config, weights, DTYPES[dtype], choice, tp or TensorParallel(), with_head)
+        if choice.native is not None:
+            count = threads or torch.get_num_threads()
+            try:
+                return NativeDecoder(config, weights, DTYPES[dtype], choice, choice.native, count, parallel, with_head)
+            except NativeUnavailable as exc:
+                log.warning("%s; torch computes instead, more slowly", exc)
+            choice = KernelChoice(choice.linear)
+        return Decoder(config, weights, DTYPES[dtype], choice, parallel, with_head)

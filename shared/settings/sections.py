@@ -78,6 +78,9 @@ class EngineSettings(Section):
     batch_size: int = Field(8, ge=1, description="most sequences of a static or dynamic batch")
     batch_window_s: float = Field(0.05, ge=0, description="how long a dynamic batch waits to become full, seconds")
     threads: int = Field(0, ge=0, description="compute threads of a worker; 0 shares the cores among the workers")
+    kernels: Literal["auto", "torch", "native"] = Field(
+        "auto", description="what computes: torch, or native kernels compiled on this machine; auto: torch"
+    )
 
 
 class SchedulerSettings(Section):

@@ -1,0 +1,2 @@
+#define BATON_BFLOAT16 1
+#include "native/step.h"

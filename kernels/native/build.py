@@ -1,0 +1,165 @@
+"""Builds the C kernels with the system's compiler and keeps the library: once per source, level and compiler.
+
+    <folder>/lock                                one builder at a time
+    <folder>/<source>-<level>-<compiler>.so      a library that passed its trial
+    <folder>/<source>-<level>-<compiler>.sum     its digest: a library that is not what was tried is built again
+
+A library is tried in a process of its own before it is kept, so that a bad one costs a line and never a signal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.native.cpu import Level
+
+KERNELS = Path(__file__).resolve().parents[1]
+UNITS = ("bfloat16.c", "float32.c", "threads.c", "check.c", "library.c")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread")
+"""Sums are written out in the source, fused where it says so: no compiler may join or reorder them."""
+COMPILERS = ("cc", "gcc", "clang")
+COMPILE_S = 300.0
+TRIAL_S = 60.0
+
+
+class NativeUnavailable(Exception):
+    """The native kernels cannot be used here; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    path: str
+    version: str  # first line of what it says about itself
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A library that passed its trial."""
+
+    path: Path
+    id: str  # level, source and compiler: what decides its bits
+
+
+def sources() -> list[Path]:
+    """Every file the library is made of."""
+    return sorted([*KERNELS.glob("native/*.[ch]"), *KERNELS.glob("*/cpu_kernel.h")])
+
+
+def source_digest() -> str:
+    digest = hashlib.blake2b(" ".join(FLAGS).encode(), digest_size=8)
+    for path in sources():
+        digest.update(f"\x00{path.relative_to(KERNELS)}\x00".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def find_compiler(env: Mapping[str, str]) -> Compiler | None:
+    """The compiler `CC` names, or else the first of `COMPILERS` on the path that answers."""
+    for name in (env["CC"],) if env.get("CC") else COMPILERS:
+        path = shutil.which(name, path=env.get("PATH"))
+        if path is None:
+            continue
+        with suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+            return Compiler(path, said.partition("\n")[0].strip())
+    return None
+
+
+def ensure_library(folder: Path, level: Level, env: Mapping[str, str]) -> Built:
+    """The library for `level`, built if `folder` has none that is whole.
+
+    Raises:
+        NativeUnavailable: there is no compiler, it fails, or what it makes does not run here.
+    """
+    with _locked(folder):
+        compiler = find_compiler(env)
+        prefix = f"{source_digest()}-{level.name}-"
+        if compiler is None:
+            kept = [path for path in sorted(folder.glob(f"{prefix}*.so")) if _is_whole(path)]
+            if not kept:
+                raise NativeUnavailable("no C compiler (cc, gcc or clang) to build the native kernels with")
+            return Built(kept[0], kept[0].stem)
+        key = hashlib.blake2b(compiler.version.encode(), digest_size=4).hexdigest()
+        path = folder / f"{prefix}{key}.so"
+        if not _is_whole(path):
+            _build(path, level, compiler)
+        return Built(path, path.stem)
+
+
+def compile_library(target: Path, level: Level, compiler: Compiler, extra: tuple[str, ...] = ()) -> None:
+    """Compile all units into `target`. Raises NativeUnavailable."""
+    units = [str(KERNELS / "native" / name) for name in UNITS]
+    command = [compiler.path, *FLAGS, *level.flags, *extra, f"-I{KERNELS}", *units, "-o", str(target), "-lm"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise NativeUnavailable(f"{compiler.path} does not run: {exc}") from exc
+    if done.returncode:
+        fault = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise NativeUnavailable(f"{compiler.path} cannot build the native kernels: {fault}")
+
+
+def _build(path: Path, level: Level, compiler: Compiler) -> None:
+    for old in (path, _sum_of(path)):
+        old.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as name:
+        made = Path(name) / path.name
+        compile_library(made, level, compiler)
+        _try(made)
+        _sum_of(made).write_text(_digest(made))
+        _sum_of(made).rename(_sum_of(path))
+        made.rename(path)
+
+
+def _try(library: Path) -> None:
+    """Let the library compute a little where a signal ends nobody else."""
+    command = [sys.executable, "-m", "kernels.native.trial", str(library)]
+    try:
+        done = subprocess.run(command, cwd=KERNELS.parent, capture_output=True, text=True, timeout=TRIAL_S, check=False)
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise NativeUnavailable(f"the trial of the native kernels did not run: {exc}") from exc
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        end = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
+        raise NativeUnavailable(f"the native kernels failed their trial with {end}{': ' if last else ''}{last}")
+
+
+def _sum_of(path: Path) -> Path:
+    return path.with_suffix(".sum")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _sum_of(path).read_text() == _digest(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder, made if missing, of which nobody else may change what we load. One process at a time."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise NativeUnavailable(f"{folder} is others' or can be written by them: no library is loaded from it")
+        lock = (folder / "lock").open("w")
+    except OSError as exc:
+        raise NativeUnavailable(f"cannot keep the native kernels in {folder}: {exc.strerror}") from exc
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,43 @@
+/* Nothing in a plan may reach outside the memory it was given, whoever made it. */
+#include "check.h"
+
+static int power_of_two(int64_t n) { return n > 0 && !(n & (n - 1)); }
+
+static int check_group(const baton_step *step, const baton_group *group) {
+    if (!power_of_two(group->block_size) || group->num_blocks < 1) return BAD_MODEL;
+    for (int64_t i = 0; i < step->num_tokens; i++)
+        if (group->slots[i] < -1 || group->slots[i] >= group->num_blocks * group->block_size) return BAD_SLOT;
+    for (int64_t i = 0; i < step->num_sequences; i++) {
+        const int64_t first = group->table_starts[i], blocks = group->table_starts[i + 1] - first;
+        if (blocks < 0 || blocks * group->block_size < step->seq_lens[i]) return BAD_BLOCK;
+        for (int64_t j = 0; j < blocks; j++)
+            if (group->tables[first + j] < 0 || group->tables[first + j] >= group->num_blocks) return BAD_BLOCK;
+    }
+    return OK;
+}
+
+int check_step(const baton_model *model, const baton_step *step) {
+    if (step->num_tokens < 1 || step->num_sequences < 1 || step->cu_seqlens[0]) return BAD_LENGTHS;
+    for (int64_t i = 0; i < step->num_sequences; i++) {
+        const int64_t tokens = step->cu_seqlens[i + 1] - step->cu_seqlens[i];
+        if (tokens < 1 || tokens > step->seq_lens[i]) return BAD_LENGTHS;
+    }
+    if (step->cu_seqlens[step->num_sequences] != step->num_tokens) return BAD_LENGTHS;
+    for (int64_t i = 0; i < step->num_tokens; i++) {
+        if (step->tokens[i] < 0 || step->tokens[i] >= model->vocab) return BAD_TOKEN;
+        if (step->positions[i] < 0 || step->positions[i] >= model->positions) return BAD_POSITION;
+    }
+    for (int64_t i = 0; i < step->num_logits; i++)
+        if (step->logit_rows[i] < 0 || step->logit_rows[i] >= step->num_tokens) return BAD_LOGIT_ROW;
+    if (step->num_logits && !model->head.weight) return NO_HEAD;
+    for (int64_t i = 0; i < model->num_layers; i++) {
+        const baton_layer *layer = &model->layers[i];
+        if (layer->group < 0 || layer->group >= step->num_groups) return BAD_MODEL;
+        if (layer->index < 0 || layer->index >= step->groups[layer->group].num_layers) return BAD_MODEL;
+    }
+    for (int64_t i = 0; i < step->num_groups; i++) {
+        const int code = check_group(step, &step->groups[i]);
+        if (code) return code;
+    }
+    return OK;
+}

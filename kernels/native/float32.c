@@ -1,0 +1,2 @@
+#define BATON_BFLOAT16 0
+#include "native/step.h"

@@ -1,0 +1,104 @@
+"""The loaded library and teams of its threads."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.native.abi import FAULTS, NO_MEMORY, TO_FLOATS, LinearStruct, declare
+from kernels.native.build import NativeUnavailable, ensure_library
+from kernels.native.cpu import machine_level
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The C kernels, built for this machine. Loaded once a process: `open_library`."""
+
+    id: str  # source, level, compiler, and what this processor makes of sums: part of the `numerics` id
+    functions: Any  # ctypes.CDLL
+
+
+class Team:
+    """Threads that run a library's calls together; calls of one team must not overlap. The caller is one of them.
+
+    Raises:
+        NativeUnavailable: the system gives no more threads or memory.
+    """
+
+    def __init__(self, library: NativeLibrary, threads: int) -> None:
+        self.library = library
+        self.threads = threads
+        self._handle = library.functions.baton_open(threads)
+        if not self._handle:
+            raise NativeUnavailable(f"cannot start {threads} compute threads")
+        weakref.finalize(self, library.functions.baton_close, self._handle)
+
+    def call(self, name: str, dtype: torch.dtype, *arguments: object) -> None:
+        """Call `name` for elements of `dtype`.
+
+        Raises:
+            ValueError: the call refused its arguments; nothing was computed.
+            MemoryError: there is no memory for it.
+        """
+        code = getattr(self.library.functions, f"{name}_{NAMES[dtype]}")(self._handle, *arguments)
+        if code == NO_MEMORY:
+            raise MemoryError("no memory for the native kernels")
+        if code:
+            raise ValueError(FAULTS[code])
+
+
+_loaded: dict[Path, NativeLibrary] = {}
+
+
+def open_library(folder: Path, env: Mapping[str, str] | None = None) -> NativeLibrary:
+    """Build, where need be, and load the library of this machine's level.
+
+    Args:
+        folder: where built libraries are kept.
+        env: instead of the process's environment; `BATON_CPU_LEVEL` and `CC` are looked at.
+
+    Raises:
+        NativeUnavailable: with the reason.
+    """
+    env = os.environ if env is None else env
+    try:
+        level = machine_level(env)
+    except ValueError as exc:
+        raise NativeUnavailable(str(exc)) from exc
+    if level is None:
+        raise NativeUnavailable("the native kernels need a processor with AVX-512")
+    built = ensure_library(folder, level, env)
+    if built.path not in _loaded:
+        try:
+            functions = declare(ctypes.CDLL(str(built.path)))
+            _loaded[built.path] = NativeLibrary(f"{built.id}-{_rounding(functions)}", functions)
+        except (OSError, ValueError, AttributeError) as exc:
+            raise NativeUnavailable(f"the native kernels at {built.path} cannot be loaded: {exc}") from exc
+    return _loaded[built.path]
+
+
+def _rounding(functions: Any) -> str:
+    """A digest of some bfloat16 sums: processors differ in how they round within a product of pairs."""
+    inputs, outputs = 256, 32
+    number = torch.arange(outputs * inputs)
+    values = (number * 37 % 201 - 100) * torch.exp2((number * 7 % 23 - 11).float())
+    plain, packed = values.to(torch.bfloat16), torch.zeros(outputs * inputs, dtype=torch.bfloat16)
+    sums = torch.zeros(outputs)
+    team = functions.baton_open(1)
+    struct = LinearStruct(packed.data_ptr(), None, inputs, outputs)
+    functions.baton_pack_bfloat16(team, plain.data_ptr(), packed.data_ptr(), outputs, inputs, 0, outputs, outputs)
+    functions.baton_linear_bfloat16(
+        team, ctypes.byref(struct), plain[inputs:].data_ptr(), sums.data_ptr(), 1, inputs, outputs, TO_FLOATS
+    )
+    functions.baton_close(team)
+    return hashlib.blake2b(sums.numpy().tobytes(), digest_size=3).hexdigest()

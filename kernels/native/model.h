@@ -1,0 +1,64 @@
+/* What the library is given: a model and the plan of a step, made in Python over memory that Python owns
+ * (kernels/native/abi.py mirrors these). All pointers are to contiguous arrays; "elements" are of the library call's
+ * element type. */
+#ifndef BATON_MODEL_H
+#define BATON_MODEL_H
+
+#include <stdint.h>
+
+typedef struct {
+    const void *weight; /* packed elements, see linear/cpu_kernel.h; NULL where a model has none */
+    const float *bias;  /* [outputs rounded up to 32] in the packed order, or NULL */
+    int64_t in, out;    /* `out` counts gates and ups both */
+} baton_linear;
+
+typedef struct {
+    const float *attention_norm, *mlp_norm; /* [hidden] */
+    baton_linear qkv, o, gate_up, down;
+    int64_t group, index; /* the layer's group, and its place in it */
+} baton_layer;
+
+enum { EMBEDDING_FLOAT32, EMBEDDING_BFLOAT16, EMBEDDING_FLOAT16 };
+
+typedef struct {
+    int64_t num_layers, hidden, intermediate, vocab, q_heads, kv_heads, head_dim, positions, embedding_kind;
+    double eps, scale;
+    const void *embedding;   /* [vocab, hidden] of embedding_kind */
+    const float *rotary;     /* [positions, 2, head_dim] */
+    const float *final_norm; /* [hidden] */
+    const baton_layer *layers;
+    baton_linear head;
+} baton_model;
+
+typedef struct {
+    void *pool; /* elements [num_blocks, num_layers, 2, kv_heads, block_size, head_dim] */
+    int64_t num_blocks, num_layers, block_size;
+    const int64_t *slots;        /* [num_tokens], -1: not stored */
+    const int64_t *tables;       /* block ids of all sequences, one after the other */
+    const int64_t *table_starts; /* [num_sequences + 1] */
+} baton_group;
+
+typedef struct {
+    int64_t num_tokens, num_sequences, num_logits, num_groups;
+    const int64_t *tokens, *positions;      /* [num_tokens] */
+    const int64_t *cu_seqlens, *seq_lens;   /* [num_sequences + 1], [num_sequences] */
+    const int64_t *logit_rows;              /* [num_logits] */
+    const baton_group *groups;              /* [num_groups] */
+    float *logits;                          /* [num_logits, vocab] */
+} baton_step;
+
+/* What a call says when it did nothing. Python has the words. */
+enum {
+    OK = 0,
+    NO_MEMORY = 1,
+    BAD_TOKEN = 2,
+    BAD_POSITION = 3,
+    BAD_SLOT = 4,
+    BAD_BLOCK = 5,
+    BAD_LENGTHS = 6,
+    BAD_LOGIT_ROW = 7,
+    NO_HEAD = 8,
+    BAD_MODEL = 9,
+};
+
+#endif

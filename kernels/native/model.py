@@ -1,0 +1,249 @@
+"""A model as the library knows it, and its steps: one call each."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.native.abi import EMBEDDING_KINDS, GroupStruct, LayerStruct, LinearStruct, ModelStruct, StepStruct
+from kernels.native.build import NativeUnavailable
+from kernels.native.library import NAMES, Team
+from kernels.native.packed import PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model, and its two constants."""
+
+    hidden: int
+    intermediate: int
+    vocab: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """One layer's weights; norms are [hidden] float32."""
+
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    qkv: PackedLinear
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    group: int  # its layer group
+    index: int  # its place in the group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A step's addressing in one layer group."""
+
+    block_tables: Sequence[Sequence[int]]  # per sequence
+    slots: Sequence[int]  # [num_tokens] or more; -1: not stored
+
+
+def require_runnable(dtype: torch.dtype, head_dim: int) -> None:
+    """Raises NativeUnavailable, with the reason, if the library cannot run such a model."""
+    if dtype not in NAMES:
+        name = str(dtype).removeprefix("torch.")
+        raise NativeUnavailable(f"the native kernels compute in {' and '.join(NAMES.values())}, not in {name}")
+    if head_dim % 4:
+        raise NativeUnavailable(f"the native kernels need a head size that 4 divides, not {head_dim}")
+
+
+class NativeModel:
+    """Weights and threads. Used by one thread at a time.
+
+    Args:
+        embedding: [vocab, hidden], float32, bfloat16 or float16, as stored.
+        rotary: [positions, 2, head_dim] float32, as `kernels.rotary.rotary_table`.
+        final_norm: [hidden] float32.
+        head: None for one who asks for no logits.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        dtype: torch.dtype,
+        shape: Shape,
+        embedding: Tensor,
+        rotary: Tensor,
+        layers: Sequence[NativeLayer],
+        final_norm: Tensor,
+        head: PackedLinear | None,
+    ) -> None:
+        require_runnable(dtype, shape.head_dim)
+        assert embedding.shape == (shape.vocab, shape.hidden), (embedding.shape, shape)
+        assert embedding.is_contiguous()
+        assert rotary.dtype == torch.float32
+        assert rotary.shape[1:] == (2, shape.head_dim), (rotary.shape, shape)
+        _check_layers(layers, final_norm, head, shape)
+        self.team, self.dtype, self.shape = team, dtype, shape
+        self.positions = rotary.shape[0]
+        structs = (LayerStruct * len(layers))(*[_layer_struct(layer) for layer in layers])
+        self._kept = (embedding, rotary.contiguous(), tuple(layers), final_norm, head, structs)
+        kind = EMBEDDING_KINDS.index(str(embedding.dtype).removeprefix("torch."))
+        self._struct = ModelStruct(
+            len(layers),
+            shape.hidden,
+            shape.intermediate,
+            shape.vocab,
+            shape.q_heads,
+            shape.kv_heads,
+            shape.head_dim,
+            self.positions,
+            kind,
+            shape.eps,
+            shape.scale,
+            embedding.data_ptr(),
+            self._kept[1].data_ptr(),
+            final_norm.data_ptr(),
+            ctypes.addressof(structs),
+            head.struct if head is not None else LinearStruct(),
+        )
+
+    def step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        cu_seqlens: Sequence[int],
+        seq_lens: Sequence[int],
+        logit_rows: Tensor,
+        groups: Sequence[GroupPlan],
+        pools: Sequence[Tensor],
+    ) -> Tensor:
+        """KV of every token into the pools, and the wanted logits: [num_logit_rows, vocab] float32.
+
+        Args:
+            token_ids, positions: [num_tokens] or more, int64; what is beyond the sequences' tokens is not looked at.
+            cu_seqlens: [num_seqs + 1] running sum of query lengths.
+            seq_lens: [num_seqs] tokens visible to the last row of each sequence.
+            logit_rows: [num_logit_rows] int64.
+            pools: per group [num_blocks, num_layers, 2, kv_heads, block_size, head_dim], contiguous, the model's dtype.
+
+        Raises:
+            ValueError: a number points outside the pool, the vocabulary or the context. Nothing was computed.
+            MemoryError: there is no memory for the step.
+        """
+        logits = torch.empty((len(logit_rows), self.shape.vocab), dtype=torch.float32)
+        plan = StepArrays(self, token_ids, positions, cu_seqlens, seq_lens, logit_rows, groups, pools, logits)
+        self.team.call("baton_step", self.dtype, ctypes.byref(self._struct), ctypes.byref(plan.struct))
+        return logits
+
+    def rotate(self, qkv: Tensor, plan: StepArrays, index: int = 0) -> None:
+        """Rotate queries in place, rotate and store keys, store values of layer `index` of the first group: for tests.
+
+        Args:
+            qkv: [num_tokens, q_heads + 2 kv_heads, head_dim], contiguous.
+        """
+        assert qkv.shape[1:] == (self.shape.q_heads + 2 * self.shape.kv_heads, self.shape.head_dim), qkv.shape
+        assert qkv.is_contiguous()
+        arguments = ctypes.byref(self._struct), ctypes.byref(plan.struct), qkv.data_ptr(), index
+        self.team.call("baton_rotate", self.dtype, *arguments)
+
+    def attention(self, q: Tensor, plan: StepArrays, index: int = 0) -> Tensor:
+        """Attention of layer `index` of the first group: [num_tokens, q_heads, head_dim] → the same. For tests."""
+        assert q.shape[1:] == (self.shape.q_heads, self.shape.head_dim), q.shape
+        assert q.is_contiguous()
+        y = torch.full_like(q, float("nan"))
+        arguments = ctypes.byref(self._struct), ctypes.byref(plan.struct), q.data_ptr(), y.data_ptr(), index
+        self.team.call("baton_attention", self.dtype, *arguments)
+        return y
+
+
+class StepArrays:
+    """A step's plan as the library reads it. Keeps what it points to."""
+
+    def __init__(
+        self,
+        model: NativeModel,
+        token_ids: Tensor,
+        positions: Tensor,
+        cu_seqlens: Sequence[int],
+        seq_lens: Sequence[int],
+        logit_rows: Tensor,
+        groups: Sequence[GroupPlan],
+        pools: Sequence[Tensor],
+        logits: Tensor,
+    ) -> None:
+        num_tokens = cu_seqlens[-1]
+        assert len(seq_lens) == len(cu_seqlens) - 1, (seq_lens, cu_seqlens)
+        assert len(groups) == len(pools), (len(groups), len(pools))
+        for tensor in (token_ids, positions, logit_rows):
+            assert tensor.dtype == torch.int64
+            assert tensor.is_contiguous()
+        assert min(len(token_ids), len(positions)) >= num_tokens, (token_ids.shape, positions.shape, num_tokens)
+        kept: list[object] = [token_ids, positions, logit_rows, logits, pools]
+        structs = (GroupStruct * len(groups))()
+        for i, (group, pool) in enumerate(zip(groups, pools, strict=True)):
+            structs[i], arrays = _group_struct(model, group, pool, num_tokens, len(seq_lens))
+            kept.append(arrays)
+        cumulated, lengths = _int64(cu_seqlens), _int64(seq_lens)
+        self._kept = (*kept, structs, cumulated, lengths)
+        self.struct = StepStruct(
+            num_tokens,
+            len(seq_lens),
+            len(logit_rows),
+            len(groups),
+            token_ids.data_ptr(),
+            positions.data_ptr(),
+            cumulated.ctypes.data,
+            lengths.ctypes.data,
+            logit_rows.data_ptr(),
+            ctypes.addressof(structs),
+            logits.data_ptr(),
+        )
+
+
+def _group_struct(
+    model: NativeModel, group: GroupPlan, pool: Tensor, num_tokens: int, num_seqs: int
+) -> tuple[GroupStruct, tuple[NDArray[np.int64], ...]]:
+    num_blocks, num_layers, two, kv_heads, block_size, head_dim = pool.shape
+    assert (two, kv_heads, head_dim) == (2, model.shape.kv_heads, model.shape.head_dim), pool.shape
+    assert pool.dtype == model.dtype, (pool.dtype, model.dtype)
+    assert pool.is_contiguous()
+    assert len(group.block_tables) == num_seqs, (len(group.block_tables), num_seqs)
+    assert len(group.slots) >= num_tokens, (len(group.slots), num_tokens)
+    slots = _int64(group.slots)
+    tables = _int64([block for table in group.block_tables for block in table])
+    starts = np.zeros(num_seqs + 1, dtype=np.int64)
+    np.cumsum([len(table) for table in group.block_tables], out=starts[1:])
+    addresses = slots.ctypes.data, tables.ctypes.data, starts.ctypes.data
+    return GroupStruct(pool.data_ptr(), num_blocks, num_layers, block_size, *addresses), (slots, tables, starts)
+
+
+def _int64(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
+
+
+def _layer_struct(layer: NativeLayer) -> LayerStruct:
+    linears = (layer.qkv.struct, layer.o.struct, layer.gate_up.struct, layer.down.struct)
+    return LayerStruct(layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr(), *linears, layer.group, layer.index)
+
+
+def _check_layers(layers: Sequence[NativeLayer], final_norm: Tensor, head: PackedLinear | None, shape: Shape) -> None:
+    q, kv = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for layer in layers:
+        sizes = [
+            (part.struct.in_features, part.struct.out_features)
+            for part in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ]
+        hidden, inner = shape.hidden, shape.intermediate
+        assert sizes == [(hidden, q + 2 * kv), (q, hidden), (hidden, 2 * inner), (inner, hidden)], sizes
+        for norm in (layer.attention_norm, layer.mlp_norm, final_norm):
+            assert norm.shape == (hidden,), norm.shape
+            assert norm.dtype == torch.float32
+            assert norm.is_contiguous()
+    if head is not None:
+        assert (head.struct.in_features, head.struct.out_features) == (shape.hidden, shape.vocab)

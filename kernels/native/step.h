@@ -1,0 +1,353 @@
+/* One step of a model: every layer, all threads, one call. Included once per element type.
+ *
+ * The residual stream is float32; what enters a product is rounded to elements. The last layer computes keys and values
+ * of every token, and the rest for rows whose logits are wanted. */
+#include "native/model.h"
+#include "native/simd.h"
+#include "native/threads.h"
+
+#include "activation/cpu_kernel.h"
+#include "attention/cpu_kernel.h"
+#include "linear/cpu_kernel.h"
+#include "native/check.h"
+#include "norm/cpu_kernel.h"
+#include "rotary/cpu_kernel.h"
+
+enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, ITEMS, PARTIALS, LEFT };
+enum { LAYER_PHASES = 9, OTHER_PHASES = 3 };
+
+typedef struct {
+    const query_piece *pieces;
+    const int32_t *piece_of;
+    long items;
+} NAME(attention_plan);
+
+typedef struct {
+    const baton_model *model;
+    const baton_step *step;
+    baton_team *team;
+    float *sums, *picked;                     /* [tokens, hidden], [logits, hidden] */
+    element *normed, *qkv, *heads, *gated;    /* strides below */
+    long hidden_stride, qkv_stride, heads_stride, gated_stride;
+    NAME(attention_plan) *plans; /* [groups] */
+    float *partials;
+    uint64_t *left;
+    long phase; /* of the thread that holds this copy */
+    int thread;
+} NAME(run);
+
+/* Rows begin on cache lines, and not a power of two apart: then rows of a tile would share their cache sets. */
+static long NAME(stride)(long width) { return pieces(width, 64) * 64 + 32; }
+
+static void NAME(all)(NAME(run) *run, long items, baton_item *item, const void *argument) {
+    team_phase(run->team, run->thread, run->phase++, items, item, argument);
+}
+
+static void NAME(multiply)(NAME(run) *run, const baton_linear *linear, const element *x, long x_stride, void *y,
+                           long y_stride, long rows, int kind) {
+    const NAME(product) product = {linear, x, y, rows, x_stride, y_stride, kind};
+    NAME(all)(run, NAME(product_items)(&product), NAME(product_item), &product);
+}
+
+static void NAME(normalize)(NAME(run) *run, const float *x, const float *weight, long rows) {
+    const baton_model *model = run->model;
+    const NAME(norm) norm = {x, weight, run->normed, rows, model->hidden, model->hidden, run->hidden_stride, (float)model->eps};
+    NAME(all)(run, rows, NAME(norm_item), &norm);
+}
+
+static void NAME(embed_item)(const void *argument, long row, int thread) {
+    (void)thread;
+    const NAME(run) *run = argument;
+    const baton_model *model = run->model;
+    const long size = model->hidden, from = run->step->tokens[row] * size;
+    float *to = run->sums + row * size;
+    for (long i = 0; i < size; i += LANES) {
+        const __mmask16 mask = first_lanes(size - i);
+        __m512 v;
+        if (model->embedding_kind == EMBEDDING_FLOAT32) {
+            v = _mm512_maskz_loadu_ps(mask, (const float *)model->embedding + from + i);
+        } else {
+            __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)model->embedding + from + i);
+            v = model->embedding_kind == EMBEDDING_FLOAT16
+                    ? _mm512_cvtph_ps(half)
+                    : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        }
+        _mm512_mask_storeu_ps(to + i, mask, v);
+    }
+}
+
+/* The rows whose logits are wanted, of the residual stream and of the heads: the heads go where q, k and v were. */
+static void NAME(pick_item)(const void *argument, long i, int thread) {
+    (void)thread;
+    const NAME(run) *run = argument;
+    const long row = run->step->logit_rows[i], hidden = run->model->hidden;
+    const long width = run->model->q_heads * run->model->head_dim;
+    memcpy(run->picked + i * hidden, run->sums + row * hidden, (size_t)hidden * sizeof(float));
+    memcpy(run->qkv + i * run->qkv_stride, run->heads + row * run->heads_stride, (size_t)width * sizeof(element));
+}
+
+static NAME(tiles_of_layer) NAME(layer_tiles)(const baton_model *model, const baton_group *group, long index) {
+    const long head = group->block_size * model->head_dim, layer = 2 * model->kv_heads * head;
+    return (NAME(tiles_of_layer)){
+        .base = (element *)group->pool + index * layer,
+        .block_stride = group->num_layers * layer,
+        .head_stride = head,
+        .value_offset = model->kv_heads * head,
+        .block_shift = __builtin_ctzll((unsigned long long)group->block_size),
+    };
+}
+
+static void NAME(rotate_and_store)(NAME(run) *run, const baton_layer *layer) {
+    const baton_model *model = run->model;
+    const baton_step *step = run->step;
+    const baton_group *group = &step->groups[layer->group];
+    const NAME(rotation) rotation = {run->qkv,         model->rotary,  step->positions, group->slots,
+                                     NAME(layer_tiles)(model, group, layer->index), run->qkv_stride,
+                                     model->q_heads,   model->kv_heads, model->head_dim};
+    NAME(all)(run, step->num_tokens, NAME(rotation_item), &rotation);
+}
+
+static void NAME(attend)(NAME(run) *run, const baton_layer *layer) {
+    const baton_model *model = run->model;
+    const NAME(attention_plan) *plan = &run->plans[layer->group];
+    const NAME(attention) attention = {
+        .q = run->qkv,
+        .y = run->heads,
+        .pool = NAME(layer_tiles)(model, &run->step->groups[layer->group], layer->index),
+        .pieces = plan->pieces,
+        .piece_of = plan->piece_of,
+        .partials = run->partials,
+        .left = run->left,
+        .team = run->team,
+        .q_stride = run->qkv_stride,
+        .y_stride = run->heads_stride,
+        .kv_heads = model->kv_heads,
+        .group = model->q_heads / model->kv_heads,
+        .head_dim = model->head_dim,
+        .scale = (float)model->scale,
+    };
+    NAME(all)(run, plan->items, NAME(attention_item), &attention);
+}
+
+static void NAME(program)(void *argument, baton_team *team, int thread) {
+    (void)team;
+    NAME(run) own = *(const NAME(run) *)argument, *run = &own;
+    const baton_model *model = run->model;
+    const baton_step *step = run->step;
+    const long hidden = model->hidden;
+    run->thread = thread;
+    NAME(all)(run, step->num_tokens, NAME(embed_item), run);
+    long rows = step->num_tokens;
+    float *sums = run->sums;
+    for (long i = 0; i < model->num_layers; i++) {
+        const baton_layer *layer = &model->layers[i];
+        NAME(normalize)(run, sums, layer->attention_norm, rows);
+        NAME(multiply)(run, &layer->qkv, run->normed, run->hidden_stride, run->qkv, run->qkv_stride, rows, TO_ELEMENTS);
+        NAME(rotate_and_store)(run, layer);
+        const int last = i == model->num_layers - 1;
+        if (last && !step->num_logits) return;
+        NAME(attend)(run, layer);
+        const element *heads = run->heads;
+        long heads_stride = run->heads_stride;
+        if (last) {
+            NAME(all)(run, step->num_logits, NAME(pick_item), run);
+            heads = run->qkv;
+            heads_stride = run->qkv_stride;
+            sums = run->picked;
+            rows = step->num_logits;
+        }
+        NAME(multiply)(run, &layer->o, heads, heads_stride, sums, hidden, rows, TO_SUM);
+        NAME(normalize)(run, sums, layer->mlp_norm, rows);
+        NAME(multiply)(run, &layer->gate_up, run->normed, run->hidden_stride, run->gated, run->gated_stride, rows, TO_GATED);
+        NAME(multiply)(run, &layer->down, run->gated, run->gated_stride, sums, hidden, rows, TO_SUM);
+    }
+    NAME(normalize)(run, sums, model->final_norm, rows);
+    NAME(multiply)(run, &model->head, run->normed, run->hidden_stride, step->logits, model->vocab, rows, TO_FLOATS);
+}
+
+/* ------------------------------------------------------------------------------------------------ planning a step */
+
+INLINE long NAME(piece_tokens)(const baton_model *model) {
+    return larger(1, PIECE_ROWS / (model->q_heads / model->kv_heads));
+}
+
+static long NAME(count_pieces)(const baton_model *model, const baton_step *step) {
+    long count = 0;
+    for (long i = 0; i < step->num_sequences; i++)
+        count += pieces(step->cu_seqlens[i + 1] - step->cu_seqlens[i], NAME(piece_tokens)(model));
+    return count;
+}
+
+/* Pieces of every sequence, the last and longest first. Returns how many rows of partial results they need. */
+static long NAME(make_pieces)(const baton_model *model, const baton_step *step, const baton_group *group,
+                              query_piece *to, long *items) {
+    const long most = NAME(piece_tokens)(model);
+    long partials = 0;
+    *items = 0;
+    for (long i = 0; i < step->num_sequences; i++) {
+        const long first = step->cu_seqlens[i], tokens = step->cu_seqlens[i + 1] - first;
+        for (long at = (pieces(tokens, most) - 1) * most; at >= 0; at -= most, to++) {
+            to->row = first + at;
+            to->tokens = smaller(most, tokens - at);
+            to->position = step->seq_lens[i] - tokens + at;
+            to->table = group->tables + group->table_starts[i];
+            to->splits = pieces(to->position + to->tokens, SPLIT);
+            to->item = *items;
+            to->partial = -1;
+            if (to->splits > 1 && to->tokens <= LONE_TOKENS) {
+                to->partial = partials;
+                partials += to->splits * to->tokens;
+                *items += model->kv_heads * to->splits;
+            } else {
+                *items += model->kv_heads;
+            }
+        }
+    }
+    return partials;
+}
+
+static int NAME(plan_attention)(NAME(run) *run, NAME(attention_plan) *plans) {
+    const baton_model *model = run->model;
+    const baton_step *step = run->step;
+    const long count = NAME(count_pieces)(model, step);
+    query_piece *all = team_memory(run->team, -1, PIECES, (size_t)(count * step->num_groups) * sizeof(query_piece));
+    run->left = team_memory(run->team, -1, LEFT, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
+    if (!all || !run->left) return NO_MEMORY;
+    memset(run->left, 0, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
+    long partials = 0, items = 0;
+    for (long g = 0; g < step->num_groups; g++)
+        partials = NAME(make_pieces)(model, step, &step->groups[g], all + g * count, &items);
+    const size_t partial_bytes = (size_t)(partials * model->q_heads * (model->head_dim + 2)) * sizeof(float);
+    int32_t *piece_of = team_memory(run->team, -1, ITEMS, (size_t)items * sizeof(int32_t));
+    run->partials = team_memory(run->team, -1, PARTIALS, partial_bytes);
+    if (!piece_of || !run->partials) return NO_MEMORY;
+    for (long i = 0; i < count; i++)
+        for (long item = all[i].item; item < (i + 1 < count ? all[i + 1].item : items); item++) piece_of[item] = (int32_t)i;
+    for (long g = 0; g < step->num_groups; g++) plans[g] = (NAME(attention_plan)){all + g * count, piece_of, items};
+    run->plans = plans;
+    return OK;
+}
+
+static int NAME(reserve_attention)(baton_team *team, const baton_model *model) {
+    const size_t d = (size_t)model->head_dim;
+    const size_t rows = (size_t)larger(PIECE_ROWS, model->q_heads / model->kv_heads) + 1;
+    for (int i = 0; i < team_size(team); i++)
+        if (!team_memory(team, i, KEYS_SLOT, SPLIT * d * sizeof(element)) ||
+            !team_memory(team, i, VALUES_SLOT, SPLIT * d * sizeof(element)) ||
+            !team_memory(team, i, SCORES_SLOT, (SPLIT + d) * TILE_QUERIES * sizeof(float)) ||
+            !team_memory(team, i, WEIGHTS_SLOT, SPLIT * TILE_QUERIES * sizeof(element)) ||
+            !team_memory(team, i, STATE_SLOT, rows * (d + 2) * sizeof(float)))
+            return NO_MEMORY;
+    return OK;
+}
+
+static int NAME(reserve)(NAME(run) *run) {
+    const baton_model *m = run->model;
+    const size_t tokens = (size_t)run->step->num_tokens, wanted = (size_t)run->step->num_logits;
+    run->hidden_stride = NAME(stride)(m->hidden);
+    run->qkv_stride = NAME(stride)((m->q_heads + 2 * m->kv_heads) * m->head_dim);
+    run->heads_stride = NAME(stride)(m->q_heads * m->head_dim);
+    run->gated_stride = NAME(stride)(m->intermediate);
+    run->sums = team_memory(run->team, -1, SUMS, tokens * (size_t)m->hidden * sizeof(float));
+    run->picked = team_memory(run->team, -1, PICKED, wanted * (size_t)m->hidden * sizeof(float));
+    run->normed = team_memory(run->team, -1, NORMED, tokens * (size_t)run->hidden_stride * sizeof(element));
+    run->qkv = team_memory(run->team, -1, QKV, tokens * (size_t)run->qkv_stride * sizeof(element));
+    run->heads = team_memory(run->team, -1, HEADS, tokens * (size_t)run->heads_stride * sizeof(element));
+    run->gated = team_memory(run->team, -1, GATED, tokens * (size_t)run->gated_stride * sizeof(element));
+    if (!run->sums || !run->picked || !run->normed || !run->qkv || !run->heads || !run->gated) return NO_MEMORY;
+    return NAME(reserve_attention)(run->team, m);
+}
+
+enum { MAX_GROUPS = 16 };
+
+static int NAME(check)(const baton_model *model, const baton_step *step) {
+    if (model->num_layers < 1 || step->num_groups < 1 || step->num_groups > MAX_GROUPS) return BAD_MODEL;
+    if (model->head_dim % (2 * PACK) || model->kv_heads < 1 || model->q_heads % model->kv_heads) return BAD_MODEL;
+    return check_step(model, step);
+}
+
+int NAME(baton_step)(baton_team *team, const baton_model *model, const baton_step *step) {
+    int code = NAME(check)(model, step);
+    if (code) return code;
+    NAME(attention_plan) plans[MAX_GROUPS];
+    NAME(run) run = {.model = model, .step = step, .team = team};
+    if ((code = NAME(reserve)(&run)) || (code = NAME(plan_attention)(&run, plans))) return code;
+    return team_run(team, NAME(program), &run, model->num_layers * LAYER_PHASES + OTHER_PHASES) ? NO_MEMORY : OK;
+}
+
+/* ------------------------------------------------------------------- single operations: for packing, tests and checks */
+
+typedef struct {
+    long items;
+    baton_item *item;
+    const void *argument;
+} NAME(single);
+
+static void NAME(single_program)(void *argument, baton_team *team, int thread) {
+    const NAME(single) *single = argument;
+    team_phase(team, thread, 0, single->items, single->item, single->argument);
+}
+
+static int NAME(run_single)(baton_team *team, long items, baton_item *item, const void *argument) {
+    NAME(single) single = {items, item, argument};
+    return team_run(team, NAME(single_program), &single, 1) ? NO_MEMORY : OK;
+}
+
+/* Rows of a plain matrix into a packed one that is zero before; see linear/cpu_kernel.h. */
+int NAME(baton_pack)(baton_team *team, const element *from, element *to, int64_t rows, int64_t in, int64_t first,
+                     int64_t run, int64_t step) {
+    const NAME(packing) packing = {from, to, rows, in, first, run, step};
+    return NAME(run_single)(team, rows, NAME(pack_item), &packing);
+}
+
+int NAME(baton_linear)(baton_team *team, const baton_linear *linear, const element *x, void *y, int64_t rows,
+                       int64_t x_stride, int64_t y_stride, int64_t kind) {
+    const NAME(product) product = {linear, x, y, rows, x_stride, y_stride, (int)kind};
+    return NAME(run_single)(team, NAME(product_items)(&product), NAME(product_item), &product);
+}
+
+int NAME(baton_norm)(baton_team *team, const float *x, const float *weight, element *y, int64_t rows, int64_t size,
+                     double eps) {
+    const NAME(norm) norm = {x, weight, y, rows, size, size, size, (float)eps};
+    return NAME(run_single)(team, rows, NAME(norm_item), &norm);
+}
+
+/* Rotate and store layer `index` of the first group: qkv is [num_tokens, q_heads + 2 kv_heads, head_dim]. */
+int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_step *step, element *qkv, int64_t index) {
+    const int code = NAME(check)(model, step);
+    if (code) return code;
+    const baton_group *group = &step->groups[0];
+    const NAME(rotation) rotation = {qkv, model->rotary, step->positions, group->slots,
+                                     NAME(layer_tiles)(model, group, index),
+                                     (model->q_heads + 2 * model->kv_heads) * model->head_dim,
+                                     model->q_heads, model->kv_heads, model->head_dim};
+    return NAME(run_single)(team, step->num_tokens, NAME(rotation_item), &rotation);
+}
+
+/* Attention of layer `index` of the first group: q and y are [num_tokens, q_heads, head_dim]. */
+int NAME(baton_attention)(baton_team *team, const baton_model *model, const baton_step *step, const element *q,
+                          element *y, int64_t index) {
+    int code = NAME(check)(model, step);
+    if (code) return code;
+    NAME(attention_plan) plans[MAX_GROUPS];
+    NAME(run) run = {.model = model, .step = step, .team = team};
+    if ((code = NAME(reserve_attention)(team, model)) || (code = NAME(plan_attention)(&run, plans))) return code;
+    const long width = model->q_heads * model->head_dim;
+    const NAME(attention) attention = {
+        .q = q,
+        .y = y,
+        .pool = NAME(layer_tiles)(model, &step->groups[0], index),
+        .pieces = plans[0].pieces,
+        .piece_of = plans[0].piece_of,
+        .partials = run.partials,
+        .left = run.left,
+        .team = team,
+        .q_stride = width,
+        .y_stride = width,
+        .kv_heads = model->kv_heads,
+        .group = model->q_heads / model->kv_heads,
+        .head_dim = model->head_dim,
+        .scale = (float)model->scale,
+    };
+    return NAME(run_single)(team, plans[0].items, NAME(attention_item), &attention);
+}

@@ -1,0 +1,114 @@
+"""The start-up check of native kernels: a layer of the model's shape has the same bits in any company, on any threads.
+
+The library's loops do not depend on sizes, so widths that only cost time are cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.native.arena import Arena
+from kernels.native.library import NativeLibrary, Team
+from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape
+from kernels.native.packed import PackedLinear, pack_linear, packed_bytes
+from shared.model.config import ModelConfig
+from shared.model.rope_table import rope_table
+
+_BLOCK_SIZE = 32
+_SEQ_LEN = 600
+_CHUNKS = ((1, 599), (512, 88), (130, 300, 169, 1))
+_POSITIONS = (0, 63, 64, 511, 512, _SEQ_LEN - 1)
+_MOST_INTERMEDIATE, _MOST_VOCAB = 2048, 512
+
+
+class NativeCheck:
+    """One random layer of a model's shape.
+
+    Raises:
+        NativeUnavailable: the system gives no threads.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, library: NativeLibrary) -> None:
+        self._shape = Shape(
+            hidden=config.hidden_size,
+            intermediate=min(config.intermediate_size, _MOST_INTERMEDIATE),
+            vocab=min(config.vocab_size, _MOST_VOCAB),
+            q_heads=config.num_q_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=config.scale,
+        )
+        self._dtype = dtype
+        self._generator = torch.Generator().manual_seed(0)
+        self._rotary = rope_table(config.rope, config.head_dim, max(_SEQ_LEN, config.max_positions), dtype)
+        shape, size = self._shape, config.head_dim
+        self._models = self._make(library, shape.q_heads * size, shape.kv_heads * size)
+        self._tokens = torch.randint(0, shape.vocab, (_SEQ_LEN,), generator=self._generator)
+        self._num_blocks = -(-_SEQ_LEN // _BLOCK_SIZE)
+
+    def difference(self) -> str | None:
+        """What differed, or None."""
+        pools = [self._pool(), self._pool()]
+        whole = self._steps(self._models[0], pools[0], (_SEQ_LEN,))
+        if not bool(torch.isfinite(whole).all()):
+            return "reads slots that were never written"
+        if not torch.equal(self._steps(self._models[1], pools[1], (_SEQ_LEN,)), whole):
+            return "differs on two threads"
+        for chunks in _CHUNKS:
+            if not torch.equal(self._steps(self._models[1], self._pool(), chunks), whole):
+                return f"differs in chunks of {chunks}"
+        for position in _POSITIONS:
+            if not torch.equal(self._beside_a_neighbour(pools[0], position), whole[position]):
+                return f"differs at position {position} beside a neighbour"
+        return None
+
+    def _make(self, library: NativeLibrary, q: int, kv: int) -> list[NativeModel]:
+        shape = self._shape
+        sizes = [(q + 2 * kv, shape.hidden), (shape.hidden, q), (shape.hidden, shape.intermediate)]
+        inner = [(shape.intermediate, shape.hidden)] * 2
+        head = (shape.vocab, shape.hidden)
+        total = sum(packed_bytes(*size, self._dtype) for size in (*sizes, head))
+        arena = Arena(total + packed_bytes(2 * shape.intermediate, shape.hidden, self._dtype, gated=True))
+        teams = [Team(library, threads) for threads in (1, 2)]
+
+        def packed(*parts: tuple[int, int], gated: bool = False) -> PackedLinear:
+            weights = [self._random(*part) / part[1] ** 0.5 for part in parts]
+            return pack_linear(teams[0], arena, weights, [], self._dtype, gated)
+
+        norm = torch.ones(shape.hidden)
+        qkv, o, down = (packed(size) for size in sizes)
+        layer = NativeLayer(norm, norm, qkv, o, packed(*inner, gated=True), down, 0, 0)
+        embedding, last = self._random(shape.vocab, shape.hidden), packed(head)
+        return [NativeModel(team, self._dtype, shape, embedding, self._rotary, [layer], norm, last) for team in teams]
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def _pool(self) -> Tensor:
+        """One layer's pool of twice the blocks the sequence needs, never written."""
+        shape = (2 * self._num_blocks, 1, 2, self._shape.kv_heads, _BLOCK_SIZE, self._shape.head_dim)
+        return torch.full(shape, float("nan"), dtype=self._dtype)
+
+    def _steps(self, model: NativeModel, pool: Tensor, chunks: tuple[int, ...]) -> Tensor:
+        """Logits of every position, computed in such steps."""
+        table, rows, start = range(self._num_blocks - 1, -1, -1), [], 0
+        for size in chunks:
+            positions = torch.arange(start, start + size)
+            slots = [table[p // _BLOCK_SIZE] * _BLOCK_SIZE + p % _BLOCK_SIZE for p in range(start, start + size)]
+            group = GroupPlan([table], slots)
+            tokens, every = self._tokens[start : start + size].contiguous(), torch.arange(size)
+            rows.append(model.step(tokens, positions, [0, size], [start + size], every, [group], [pool]))
+            start += size
+        return torch.cat(rows)
+
+    def _beside_a_neighbour(self, pool: Tensor, position: int) -> Tensor:
+        """The logits of one position, in one step with three tokens of another sequence."""
+        own, other = range(self._num_blocks - 1, -1, -1), range(self._num_blocks, 2 * self._num_blocks)
+        slots = [self._num_blocks * _BLOCK_SIZE + i for i in range(3)] + [-1]
+        tokens = torch.cat((self._tokens[:3], self._tokens[position : position + 1]))
+        positions = torch.tensor([0, 1, 2, position])
+        group = GroupPlan([other, own], slots)
+        lengths = [3, position + 1]
+        return self._models[1].step(tokens, positions, [0, 3, 4], lengths, torch.tensor([3]), [group], [pool])[0]
