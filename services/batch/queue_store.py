@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
 
 from services.batch.item_store import ItemStore
@@ -45,13 +43,13 @@ class QueueStore:
         await self._redis.execute("SADD", self._keys.tenants, tenant)
         keys = [self._keys.job(tenant, QUEUE_BATCH)]
         keys += self._keys.job_parts(tenant, QUEUE_BATCH, "origins", "ids", "refs", "results")
-        number, duplicate = await self._redis.script(_SLOT, keys, (origin, _hashed(custom_id), sealed))
+        number, duplicate = await self._redis.script(_SLOT, keys, (origin, self._mark(tenant, custom_id), sealed))
         return QueueSlot(int(number), bool(duplicate))
 
     async def release(self, tenant: TenantId, number: int, custom_id: str) -> None:
         """The line is told to come again later: its custom_id is free. To be done before it gets that result."""
         keys = [self._keys.job(tenant, QUEUE_BATCH, "ids")]
-        await self._redis.script(_RELEASE, keys, (_hashed(custom_id), str(number)))
+        await self._redis.script(_RELEASE, keys, (self._mark(tenant, custom_id), str(number)))
 
     async def put_body(
         self, tenant: TenantId, number: int, body: ItemBody, *, tokens_limit: int = 0, lines_limit: int = 0
@@ -111,10 +109,9 @@ class QueueStore:
             )
         )
 
-
-def _hashed(custom_id: str) -> str:
-    # Names of strangers are texts of theirs: kept hashed where they only have to be compared.
-    return hashlib.blake2b(custom_id.encode(), digest_size=16).hexdigest() if custom_id else ""
+    def _mark(self, tenant: TenantId, custom_id: str) -> str:
+        # Names of strangers are texts of theirs, and here only have to be compared.
+        return self._sealer.mark(tenant, custom_id) if custom_id else ""
 
 
 def _is_cursor(text: str) -> bool:

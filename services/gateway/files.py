@@ -124,7 +124,11 @@ class Files:
         """GET /v1/files/{id}/content. The first chunk is here before the status is sent."""
         identity = await self._identity(request)
         first = await self._read(identity.tenant, file_id, 0)
-        headers = {"content-length": str(first.num_bytes), "cache-control": "no-store"}
+        headers = {
+            "content-length": str(first.num_bytes),
+            "cache-control": "no-store",
+            "x-content-type-options": "nosniff",
+        }
         chunks = self._chunks(identity.tenant, file_id, first)
         return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
 

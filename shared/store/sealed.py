@@ -6,6 +6,7 @@ moved to another tenant or another place does not open.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from functools import lru_cache
 
@@ -20,6 +21,7 @@ from shared.contracts.ids import TenantId
 VERSION = b"\x01"
 KEY_BYTES = 32
 NONCE_BYTES = 12
+_SEALS, _MARKS = b"baton sealed v1", b"baton marks v1"
 
 
 class Sealer:
@@ -32,12 +34,18 @@ class Sealer:
         if len(master_key) != KEY_BYTES:
             raise SettingsError(f"the master key has {len(master_key)} bytes; it must have {KEY_BYTES}")
         self._cipher = lru_cache(maxsize=1024)(lambda tenant: AESGCM(tenant_key(master_key, tenant)))
+        self._mark_key = lru_cache(maxsize=1024)(lambda tenant: tenant_key(master_key, tenant, _MARKS))
 
     def seal(self, tenant: TenantId, place: str, data: bytes) -> bytes:
         """`data` sealed: version byte, 12-byte nonce, ciphertext with tag; 29 bytes longer."""
         nonce = os.urandom(NONCE_BYTES)
         sealed: bytes = self._cipher(tenant).encrypt(nonce, data, _associated(tenant, place))
         return VERSION + nonce + sealed
+
+    def mark(self, tenant: TenantId, text: str) -> str:
+        """32 hex characters that stand for a text where it only has to be compared; nobody without the master key can
+        try what it stands for."""
+        return hashlib.blake2b(text.encode(), digest_size=16, key=self._mark_key(tenant)).hexdigest()
 
     def unseal(self, tenant: TenantId, place: str, sealed: bytes) -> bytes:
         """The inverse of `seal`. Raises Internal when it was altered, moved, or sealed under another key."""
@@ -51,9 +59,9 @@ class Sealer:
         return opened
 
 
-def tenant_key(master_key: bytes, tenant: TenantId) -> bytes:
-    """The tenant's 256-bit key: HKDF-SHA256 of the master key."""
-    return HKDF(SHA256(), KEY_BYTES, salt=None, info=b"baton sealed v1\x00" + tenant.encode()).derive(master_key)
+def tenant_key(master_key: bytes, tenant: TenantId, purpose: bytes = _SEALS) -> bytes:
+    """The tenant's 256-bit key of a purpose: HKDF-SHA256 of the master key."""
+    return HKDF(SHA256(), KEY_BYTES, salt=None, info=purpose + b"\x00" + tenant.encode()).derive(master_key)
 
 
 def _associated(tenant: TenantId, place: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import stat
 from pathlib import Path
 
@@ -73,3 +74,17 @@ def test_missing_and_empty_secrets_are_named(tmp_path: Path) -> None:
         read_secret(tmp_path / "empty")
     with pytest.raises(SettingsError, match="BATON_X_FILE is not set"):
         secret_path({}, "BATON_X_FILE")
+
+
+def test_a_mark_compares_and_tells_nothing_without_the_master_key() -> None:
+    ann, bob = TenantId("ann"), TenantId("bob")
+    one, other = Sealer(bytes(32)), Sealer(bytes(range(32)))
+    assert one.mark(ann, "invoice 1") == Sealer(bytes(32)).mark(ann, "invoice 1")
+    marks = {
+        one.mark(ann, "invoice 1"),
+        one.mark(ann, "invoice 2"),
+        one.mark(bob, "invoice 1"),
+        other.mark(ann, "invoice 1"),
+    }
+    assert len(marks) == 4
+    assert hashlib.blake2b(b"invoice 1", digest_size=16).hexdigest() not in marks
