@@ -111,7 +111,9 @@ class BatchSettings(Section):
     max_running: int = Field(16, ge=1, description="most items at work at once, of all tenants together")
     max_file_bytes: int = Field(200 * 1024 * 1024, gt=0, description="largest uploaded file, bytes")
     max_stored_bytes: int = Field(
-        2 * 1024 * 1024 * 1024, ge=0, description="bytes of files a tenant may keep; 0 = no limit"
+        2 * 1024 * 1024 * 1024,
+        ge=0,
+        description="bytes a tenant may keep in files, batches and queued lines; 0 = no limit",
     )
     max_lines: int = Field(50_000, ge=1, description="most lines of one batch")
     enqueued_tokens: int = Field(
