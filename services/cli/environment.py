@@ -70,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
 
         return doctor(argv[1:])
     try:
-        python = ensure(wishes(ROOT, argv[0] == "test", os.environ.get(GPU_VARIABLE, "")), ROOT)
+        tests = argv[0] == "test" and not {"-h", "--help"} & set(argv)
+        python = ensure(wishes(ROOT, tests, os.environ.get(GPU_VARIABLE, "")), ROOT)
     except SetupError as exc:
         print(f"baton: {exc}", file=sys.stderr)
         return EXIT_SETUP

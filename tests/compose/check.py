@@ -278,6 +278,9 @@ def main(argv: Sequence[str]) -> int:
         help=f"try the profile observe as well, or of it only {', '.join(observing.OBSERVERS)}",
     )
     options = parser.parse_args(argv)
+    if absent := Project().absent():
+        print(f"compose cannot be checked here: {absent}", file=sys.stderr)
+        return 1
     project, steps = Project(), {step.__name__: step for step in STEPS}
     if options.observe is not None:
         observers = options.observe or list(observing.OBSERVERS)

@@ -55,6 +55,14 @@ class Project:
             raise ComposeError(f"compose {' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         return done.stdout
 
+    def absent(self) -> str:
+        """Why no engine answers, in its own words; empty when one does."""
+        try:
+            self.containers()
+        except ComposeError as exc:
+            return str(exc).strip().splitlines()[-1]
+        return ""
+
     def build(self) -> None:
         self.compose("build", "setup", timeout_s=BUILD_S, progress="plain")
 
