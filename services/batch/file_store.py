@@ -21,7 +21,7 @@ from shared.store.sealed import Sealer
 STORAGE_LIMIT = "storage_limit_exceeded"
 PAGE = 200
 SWEEP = 100
-"""Most files one sweep of a tenant deletes, of each kind."""
+"""About so many files one sweep of a tenant deletes, of each kind."""
 UPLOAD_IDLE_S = 3600
 """An upload that took no chunk for so long was given up by its client."""
 
@@ -175,13 +175,17 @@ class FileStore:
         """Delete expired files and abandoned uploads; returns how many. A file a batch still reads waits for it."""
         swept = 0
         for index, before, state in (("expiry", now_s, "ready"), ("uploads", now_s - UPLOAD_IDLE_S, "uploading")):
-            ids = await self._redis.execute(
-                "ZRANGEBYSCORE", self._keys.of(tenant, index), "-inf", before, "LIMIT", 0, SWEEP
-            )
-            for file_id in ids:
-                file = await self._record(tenant, FileId(file_id.decode()))
-                if file is not None:
-                    swept += max(0, await self._delete(tenant, file, state))
+            gone = kept = 0
+            ids = [b""]
+            while ids and gone < SWEEP:
+                ids = await self._redis.execute(
+                    "ZRANGEBYSCORE", self._keys.of(tenant, index), "-inf", before, "LIMIT", kept, SWEEP
+                )
+                for file_id in ids:
+                    file = await self._record(tenant, FileId(file_id.decode()))
+                    deleted = file is not None and await self._delete(tenant, file, state) > 0
+                    gone, kept = gone + deleted, kept + (not deleted)
+            swept += gone
         return swept
 
     async def stored_bytes(self, tenant: TenantId) -> int:

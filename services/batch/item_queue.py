@@ -41,15 +41,15 @@ async def publish_items(bus: Bus, store: BatchStore, key: JobKey, numbers: Seque
     """
     tenant, batch_id = key
     for first in range(0, len(numbers), PUBLISH):
-        bodies = await store.items.bodies(tenant, batch_id, numbers[first : first + PUBLISH])
+        names = await store.items.unfinished(tenant, batch_id, numbers[first : first + PUBLISH])
         await asyncio.gather(
             *(
                 bus.publish_durable(
                     subjects.batch_item(tenant),
-                    BatchItem(tenant=tenant, batch_id=batch_id, number=number, custom_id=body.custom_id),
+                    BatchItem(tenant=tenant, batch_id=batch_id, number=number, custom_id=custom_id),
                     message_id=f"{tenant}-{batch_id}-{number}{mark}",
                 )
-                for number, body in bodies.items()
+                for number, custom_id in names.items()
             )
         )
 

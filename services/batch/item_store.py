@@ -7,7 +7,7 @@ the one before it stood.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -20,6 +20,8 @@ from shared.contracts.ids import BatchId, TenantId
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
 
+READ_BYTES = 4 * 1024 * 1024
+"""Bodies are read about so many bytes at a time."""
 KEPT_S = 30 * 86400
 """Losses and settlements nobody came back for are kept so long."""
 
@@ -115,10 +117,17 @@ class ItemStore:
         keys = [self._keys.job(tenant, batch_id), *self._keys.job_parts(tenant, batch_id, "bodies", "tokens")]
         return bool(await self._redis.script(_PUT, keys, arguments))
 
-    async def bodies(self, tenant: TenantId, batch_id: BatchId, numbers: Sequence[int]) -> dict[int, ItemBody]:
-        """Bodies of the items among `numbers` without a result."""
-        found = await self._many(self._keys.job(tenant, batch_id, "bodies"), numbers)
-        return {number: self.open_body(tenant, batch_id, number, sealed) for number, sealed in found.items()}
+    async def unfinished(self, tenant: TenantId, batch_id: BatchId, numbers: Sequence[int]) -> dict[int, str]:
+        """The custom_id of each item among `numbers` without a result. Bodies may be long: some are read at a time."""
+        if not numbers:
+            return {}
+        key = self._keys.job(tenant, batch_id, "bodies")
+        sizes = await self._redis.transaction([("HSTRLEN", key, str(number)) for number in numbers])
+        names: dict[int, str] = {}
+        for group in _groups(numbers, sizes):
+            for number, sealed in (await self._many(key, group)).items():
+                names[number] = self.open_body(tenant, batch_id, number, sealed).custom_id
+        return names
 
     async def end(
         self, tenant: TenantId, batch_id: BatchId, status: str, results: Sequence[tuple[int, ItemResult]]
@@ -151,3 +160,18 @@ class ItemStore:
         """The inverse of `seal_body`. Raises Internal when it was tampered with."""
         opened = self._sealer.unseal(tenant, f"item:{batch_id}:{number}", sealed)
         return msgspec.msgpack.decode(opened, type=ItemBody)
+
+
+def _groups(numbers: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers in groups of about READ_BYTES together, without those of size 0."""
+    group: list[int] = []
+    held = 0
+    for number, size in zip(numbers, sizes, strict=True):
+        if group and held + size > READ_BYTES:
+            yield group
+            group, held = [], 0
+        if size:
+            group.append(number)
+            held += size
+    if group:
+        yield group

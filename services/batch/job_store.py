@@ -148,8 +148,10 @@ class JobStore:
 
     async def active(self) -> AsyncIterator[tuple[TenantId, BatchId]]:
         """Every batch that has not ended."""
-        for tenant in await self.tenants():
-            for batch_id in await self._redis.execute("SMEMBERS", self._keys.of(tenant, "active")):
+        tenants = await self.tenants()
+        found = await self._redis.transaction([("SMEMBERS", self._keys.of(tenant, "active")) for tenant in tenants])
+        for tenant, batch_ids in zip(tenants, found, strict=True):
+            for batch_id in batch_ids:
                 yield tenant, BatchId(batch_id.decode())
 
     async def tenants(self) -> list[TenantId]:

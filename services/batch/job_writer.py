@@ -24,8 +24,8 @@ async def end_items(store: BatchStore, job: Job) -> None:
     """Give every item without a result one that says why it has none."""
     code = states.item_code(job)
     for numbers in _slices(job.total):
-        bodies = await store.items.bodies(job.tenant, job.batch_id, numbers)
-        results = [(number, unfinished(body.custom_id, code)) for number, body in bodies.items()]
+        names = await store.items.unfinished(job.tenant, job.batch_id, numbers)
+        results = [(number, unfinished(custom_id, code)) for number, custom_id in names.items()]
         if results and not await store.items.end(job.tenant, job.batch_id, job.status, results):
             return
     now = await store.jobs.get(job.tenant, job.batch_id)

@@ -1,7 +1,7 @@
 """The check of a batch's input, line by line as its bytes come; nothing but one line is held. Pure.
 
 The written rule: any bad line fails the whole batch, and nothing of it is run or billed. A line must be a JSON object
-with `custom_id` (a string, not empty, unique), `method` "POST", `url` (the batch's endpoint) and `body` (a request that
+with `custom_id` (a string, not blank, unique), `method` "POST", `url` (the batch's endpoint) and `body` (a request that
 this endpoint accepts, not streamed, of the one model of the batch). A byte order mark, CRLF and a missing final newline
 are fine, and so is one blank line at the end.
 """
@@ -92,8 +92,8 @@ def _fields(line: bytes) -> dict[str, msgspec.Raw]:
 
 def _custom_id(fields: Mapping[str, msgspec.Raw]) -> str:
     custom_id = _text(fields, "custom_id")
-    if not custom_id:
-        raise LineFault("invalid_custom_id", "custom_id must not be empty", "custom_id")
+    if not custom_id.strip():
+        raise LineFault("invalid_custom_id", "custom_id must not be blank", "custom_id")
     if len(custom_id) > MAX_CUSTOM_ID_CHARS:
         raise LineFault(
             "invalid_custom_id", f"custom_id must have at most {MAX_CUSTOM_ID_CHARS} characters", "custom_id"

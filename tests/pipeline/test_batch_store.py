@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from services.batch import file_store, item_store
 from services.batch.file_store import UPLOAD_IDLE_S
-from services.batch.records import QUEUE_BATCH, FileMeta, Put
+from services.batch.records import QUEUE_BATCH, FileMeta, JobSpec, Put
 from services.batch.store import BatchStore
 from shared.contracts.batch_messages import FILE_CHUNK_BYTES, BatchError
 from shared.contracts.errors import Conflict, Forbidden, InvalidInput, NotFound
 from shared.contracts.ids import BatchId, FileId
-from tests.pipeline.batch_support import ANN, BOB, answer, batch_store, everything, item, job_in_progress, upload
+from tests.pipeline.batch_support import (
+    ANN,
+    BOB,
+    ENDPOINT,
+    answer,
+    batch_store,
+    everything,
+    item,
+    job_in_progress,
+    upload,
+)
 from tests.servers import RedisServer
 
 
@@ -124,6 +135,38 @@ async def test_expired_files_and_abandoned_uploads_are_swept(store: BatchStore) 
     assert await store.files.sweep(ANN, 1000 + UPLOAD_IDLE_S) == 1
     assert [file.file_id for file in (await store.files.page(ANN))[0]] == [kept]
     assert expired != kept
+
+
+async def test_expired_files_that_batches_read_keep_no_others_from_being_swept(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_store, "SWEEP", 2)
+    for _ in range(3):
+        file_id = await upload(store, b"x", expires_s=2000)
+        spec = JobSpec(endpoint=ENDPOINT, created_s=1000, expires_s=9000, input_file_id=file_id)
+        await store.jobs.create(ANN, spec, "validating")
+    unread = await upload(store, b"x", expires_s=2001)
+    assert await store.files.sweep(ANN, 2001) == 1
+    assert not await store.files.is_ready(ANN, unread)
+    assert len((await store.files.page(ANN))[0]) == 3
+
+
+async def test_long_bodies_are_not_read_at_once(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_store, "READ_BYTES", 100)
+    job = await job_in_progress(store, 5)
+    await store.items.put_result(ANN, job.batch_id, 2, answer(2), epoch=0)
+    read = store.items._many
+    groups: list[Sequence[int]] = []
+
+    async def noted(key: str, numbers: Sequence[int]) -> dict[int, bytes]:
+        groups.append(numbers)
+        return await read(key, numbers)
+
+    monkeypatch.setattr(store.items, "_many", noted)
+    names = await store.items.unfinished(ANN, job.batch_id, range(1, 7))
+    assert names == {number: f"c{number}" for number in (1, 3, 4, 5)}
+    assert groups == [[1], [3], [4], [5]]
+    assert await store.items.unfinished(ANN, job.batch_id, []) == {}
 
 
 async def test_the_storage_limit_counts_what_is_there(redis_server: RedisServer) -> None:
@@ -283,7 +326,7 @@ async def test_losses_add_up_over_claims(store: BatchStore) -> None:
 async def test_bodies_are_taken_only_in_the_state_they_belong_to(store: BatchStore) -> None:
     job = await job_in_progress(store, 1)
     assert not await store.items.put_bodies(ANN, job.batch_id, "validating", [(2, item(2))])
-    assert await store.items.bodies(ANN, job.batch_id, [1, 2]) == {1: item(1)}
+    assert await store.items.unfinished(ANN, job.batch_id, [1, 2]) == {1: "c1"}
 
 
 async def test_what_an_ended_batch_leaves_is_its_record(redis_server: RedisServer) -> None:

@@ -95,6 +95,8 @@ BAD: list[tuple[str, bytes, tuple[str, str]]] = [
     ("spaces", b"  \t ", ("blank_line", "")),
     ("no custom_id", line(drop="custom_id"), ("missing_required_parameter", "custom_id")),
     ("empty custom_id", line(""), ("invalid_custom_id", "custom_id")),
+    ("blank custom_id", line(" \t\u00a0"), ("invalid_custom_id", "custom_id")),
+    ("half a character", line("\ud800"), ("invalid_json_line", "")),
     ("a number", line(7), ("invalid_custom_id", "custom_id")),
     ("null", line(None), ("invalid_custom_id", "custom_id")),
     ("a long one", line("x" * 513), ("invalid_custom_id", "custom_id")),
