@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from services.cli.state import STOP_S, StateFolder, running_stack, state_path
+from services.cli.state import StateFolder, state_path
 
 BEYOND_S = 30.0
 """What we wait longer than the stop may take."""
@@ -33,11 +33,10 @@ def main(argv: Sequence[str]) -> int:
         lock.release()
         print("no stack is running", file=sys.stderr)
         return 0
-    record = running_stack(os.environ)
+    limit_s = BEYOND_S + state.stop_limit_s()
     if pid:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    limit_s = BEYOND_S + (record.stop_limit_s if record is not None else STOP_S)
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if state.holder() is None:

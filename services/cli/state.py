@@ -27,21 +27,18 @@ from shared.store.secrets import write_private
 
 STOP_S = 120
 """The stop of a stack may take so long, and what streams are given."""
+_STOP_LIMIT = "stop-limit"
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class StackRecord:
-    """A running stack, for `chat`, `trace`, `down` and programs. `pid` is the supervisor's.
-
-    `stop_limit_s`: how long its stop may take before the kernel ends it.
-    """
+    """A running stack, for `chat`, `trace`, `down` and programs. `pid` is the supervisor's."""
 
     url: str
     api_key: str
     admin_key: str
     pid: int
-    stop_limit_s: int = STOP_S
 
 
 class StateFolder:
@@ -93,6 +90,17 @@ class StateFolder:
 
     def write_record(self, record: StackRecord) -> None:
         write_private(self.record, json.dumps(asdict(record)).encode())
+
+    def write_stop_limit(self, limit_s: int) -> None:
+        """Note how long the stop of the stack may take before the kernel ends it, for who waits for that."""
+        (self.run / _STOP_LIMIT).write_text(str(limit_s))
+
+    def stop_limit_s(self) -> int:
+        """What was noted, or the usual."""
+        try:
+            return int((self.run / _STOP_LIMIT).read_text())
+        except (OSError, ValueError):
+            return STOP_S
 
     def lock(self) -> StackLock:
         """Become the one stack of this folder. Raises Conflict when another runs."""

@@ -77,6 +77,7 @@ async def _run(settings: Settings, options: argparse.Namespace, env: Mapping[str
         # What a killed stack left behind goes first; the lock says nobody uses it.
         state.clear_run()
         state = StateFolder(state.path)
+        state.write_stop_limit(stop_limit_s(settings))
         served = await _serve(settings, options, env, state, stop, supervisor, progress)
     finally:
         state.clear_run()
@@ -180,7 +181,7 @@ async def _start(
     finally:
         over.set()  # a thread cannot be cancelled, and the process would wait for it
     progress.done("a first token went through all services")
-    record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid(), stop_limit_s(plan.settings))
+    record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid())
     screen = ready_screen(plan.settings, record, state.logs, progress.elapsed_s, token_s)
     own_servers = [name for name, own in (("nats", plan.own_nats), ("redis", plan.own_redis)) if own]
     return _Ready(record, screen, restart.handler(supervisor, instance_names(settings), own_servers))

@@ -19,7 +19,7 @@ from services.cli.credentials import ensure_credentials
 from services.cli.servers import nats_spec, on_port, redis_spec
 from services.cli.state import StackRecord, StateFolder, running_stack
 from services.cli.supervisor import Supervisor, restart_pause_s
-from services.cli.topology import StackPlan, instance_names, ready_file, service_spec, stop_order
+from services.cli.topology import StackPlan, instance_names, ready_file, service_spec, stop_limit_s, stop_order
 from shared.bus.nats_bus import connect_bus
 from shared.contracts.errors import Conflict, SettingsError, Unavailable
 from shared.settings.load import ROOT, load_settings
@@ -223,6 +223,9 @@ def test_one_stack_a_state_folder(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match=r"already runs.*\./baton down"):
         StateFolder(tmp_path / "s").lock()
     record = StackRecord("http://x", "k", "a", os.getpid())
+    assert state.stop_limit_s() == 120
+    state.write_stop_limit(stop_limit_s(load_settings({"gateway.shutdown_s": 300.5}).settings))
+    assert state.stop_limit_s() == 421
     state.write_record(record)
     assert running_stack({"BATON_STATE": str(tmp_path / "s")}) == record
     lock.release()
