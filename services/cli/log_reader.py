@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
     width = max(map(len, chosen))
     try:
         tails = [Tail(name, paths) for name, paths in files.items() if name in chosen]
-        _print(last([tail.read() for tail in tails], wanted, options.lines), width, options.json)
+        shown = _print(last([tail.read() for tail in tails], wanted, options.lines), width, options.json)
+        if not shown and not options.follow:
+            print("baton logs: no line of these logs matches", file=sys.stderr)
         while options.follow:
             time.sleep(POLL_S)
             _print(merged([tail.read() for tail in tails], wanted), width, options.json)
@@ -168,10 +170,13 @@ def _filter(options: argparse.Namespace, now: float) -> Wanted:
     return wanted
 
 
-def _print(lines: Iterable[LogLine], width: int, json: bool) -> None:
-    for line in lines:
+def _print(lines: Iterable[LogLine], width: int, json: bool) -> int:
+    """Print lines; how many they were."""
+    count = 0
+    for count, line in enumerate(lines, start=1):
         print(as_json(line) if json else render(line, width))
     sys.stdout.flush()
+    return count
 
 
 def duration_s(text: str) -> float:

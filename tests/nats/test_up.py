@@ -190,6 +190,21 @@ def test_a_second_ctrl_c_does_not_wait_and_still_clears_away(stack: Stack, defau
     nothing_left(stack)
 
 
+@pytest.mark.model
+def test_ctrl_c_before_it_is_ready_is_no_success(stack: Stack, default_model_dir: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, *up_arguments()], cwd=ROOT, env=stack.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    until(lambda: "NATS at" in (process.stderr.readline() if process.stderr else ""))
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, errors
+    assert "Traceback" not in errors
+    assert printed == ""
+    nothing_left(stack)
+
+
 def test_output_into_a_closed_pipe_is_no_fault() -> None:
     reader, writer = os.pipe()
     os.close(reader)

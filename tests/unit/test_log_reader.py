@@ -177,6 +177,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(run(tmp_path, "--level", "warning").stdout.splitlines()) == 2
     assert len(run(tmp_path, "--trace", "chatcmpl-req-ab12").stdout.splitlines()) == 2
     assert len(run(tmp_path, "decode").stdout.splitlines()) == 2
+    nothing = run(tmp_path, "--trace", "feedbeef")
+    assert (nothing.returncode, nothing.stdout, nothing.stderr) == (
+        0,
+        "",
+        "baton logs: no line of these logs matches\n",
+    )
     unknown = run(tmp_path, "nobody")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert "there are decode-1, gateway" in unknown.stderr
