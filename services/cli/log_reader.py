@@ -173,8 +173,9 @@ def _filter(options: argparse.Namespace, now: float) -> Wanted:
 def _print(lines: Iterable[LogLine], width: int, json: bool) -> int:
     """Print lines; how many they were."""
     count = 0
-    for count, line in enumerate(lines, start=1):
+    for line in lines:
         print(as_json(line) if json else render(line, width))
+        count += 1
     sys.stdout.flush()
     return count
 
