@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -170,6 +170,13 @@ class FileStore:
             at += 1
 
     # ------------------------------------------------------------------------------------------ sweeping
+
+    async def due(self, tenants: Sequence[TenantId], now_s: int) -> list[TenantId]:
+        """Those of them for whom `sweep` has something to do."""
+        asked = [("ZCOUNT", self._keys.of(t, "expiry"), "-inf", now_s) for t in tenants]
+        asked += [("ZCOUNT", self._keys.of(t, "uploads"), "-inf", now_s - UPLOAD_IDLE_S) for t in tenants]
+        found = await self._redis.transaction(asked)
+        return [t for t, expired, idle in zip(tenants, found, found[len(tenants) :], strict=False) if expired or idle]
 
     async def sweep(self, tenant: TenantId, now_s: int) -> int:
         """Delete expired files and abandoned uploads; returns how many. A file a batch still reads waits for it."""

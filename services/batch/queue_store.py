@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from services.batch.item_store import ItemStore
@@ -76,6 +78,11 @@ class QueueStore:
         key = self._keys.job(tenant, QUEUE_BATCH)
         total, *finished = await self._redis.execute("HMGET", key, "total", "completed", "failed")
         return int(total or 0) - sum(int(count or 0) for count in finished)
+
+    async def used_by(self, tenants: Sequence[TenantId]) -> list[TenantId]:
+        """Those of them that ever sent a line."""
+        found = await self._redis.transaction([("EXISTS", self._keys.job(t, QUEUE_BATCH)) for t in tenants])
+        return [tenant for tenant, used in zip(tenants, found, strict=True) if used]
 
     async def open_items(self, tenant: TenantId) -> tuple[list[int], int]:
         """Numbers of the lines that are to be run, in order, and how often any line was claimed."""

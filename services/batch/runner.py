@@ -123,10 +123,12 @@ class BatchRunner:
                 task.cancel()
 
     async def _sweep(self) -> None:
-        now_s = int(self._clock())
-        for tenant in await self._store.jobs.tenants():
-            await self._store.files.sweep(tenant, now_s)
-            while await self._store.queue.trim(tenant, now_s - self._config.queue_keep_s) == TRIM:
+        store, now_s = self._store, int(self._clock())
+        tenants = await store.jobs.tenants()
+        for tenant in await store.files.due(tenants, now_s):
+            await store.files.sweep(tenant, now_s)
+        for tenant in await store.queue.used_by(tenants):
+            while await store.queue.trim(tenant, now_s - self._config.queue_keep_s) == TRIM:
                 pass
             await self._enqueuer.look_after_queue(tenant, self._owner)
 

@@ -16,7 +16,8 @@ class RunnerConfig:
     window_s: float = 86400.0
     lease_s: float = 10.0
     poll_s: float = 0.5
-    scan_s: float = 1.0
+    scan_s: float = 2.0
+    """Between two looks for batches nobody drives; a new one is taken at once."""
     sweep_s: float = 30.0
     pause_s: float = 1.0
     """After a failure; each further one doubles it."""
