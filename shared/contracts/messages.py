@@ -212,7 +212,7 @@ class SchedulerBeat(Message, frozen=True, kw_only=True):
     scheduler_id: str
     queued: int = 0
     running: int = 0
-    queued_by_class: dict[str, int] = {}  # classes with none waiting are left out
+    queued_by_class: dict[str, int] = msgspec.field(default_factory=dict)  # classes with none waiting are left out
 
 
 class Placed(Message, frozen=True, kw_only=True):
