@@ -46,7 +46,7 @@ from shared.kv.digest import span_digest
 from shared.kv.layout import PoolLayout
 from shared.kv.pool import Pool, create_pool
 from shared.model.config import layer_groups
-from shared.model.decoder import Decoder
+from shared.model.decoder import Model
 
 BLOCK_SIZE = 32
 BATCH = 16
@@ -166,7 +166,7 @@ class Worker:
     """One pool with its batcher and runner, and the loop that the engine's two threads amount to."""
 
     def __init__(
-        self, model: Decoder, pool: Pool, config: BatcherConfig, *, every_row: bool, preempting: bool = False
+        self, model: Model, pool: Pool, config: BatcherConfig, *, every_row: bool, preempting: bool = False
     ) -> None:
         self.pool = pool
         self.batcher = Batcher(pool.layout, config)
@@ -250,7 +250,7 @@ class Worker:
 
 
 def run_cell(
-    cell: Cell, model: Decoder, dtype: str, prompts: Sequence[Prompt], folder: Path, *, every_row: bool = True
+    cell: Cell, model: Model, dtype: str, prompts: Sequence[Prompt], folder: Path, *, every_row: bool = True
 ) -> CellResult:
     """Run the workload one way.
 
@@ -284,7 +284,7 @@ def run_cell(
         return decode.result
 
 
-def run_engine(model: Decoder, dtype: str, prompts: Sequence[Prompt], folder: Path) -> dict[int, list[int]]:
+def run_engine(model: Model, dtype: str, prompts: Sequence[Prompt], folder: Path) -> dict[int, list[int]]:
     """Tokens of the batched, cold, local cell at depth 1, by the engine's own threads."""
     tokens: dict[int, list[int]] = {}
     left = threading.Semaphore(0)
@@ -411,7 +411,7 @@ def _spec(
 
 @contextlib.contextmanager
 def _worker(
-    name: str, cell: Cell, model: Decoder, dtype: str, prompts: Sequence[Prompt], folder: Path, every_row: bool
+    name: str, cell: Cell, model: Model, dtype: str, prompts: Sequence[Prompt], folder: Path, every_row: bool
 ) -> Iterator[Worker]:
     slots = [len(prompt.token_ids) + prompt.sampling.max_tokens for prompt in prompts]
     held = sum(sorted(-(-count // BLOCK_SIZE) for count in slots)[-BATCH:])

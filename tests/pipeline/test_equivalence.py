@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from shared.engine.numerics import numerics_id
-from shared.model.decoder import Decoder, load_decoder
+from shared.model.decoder import Model, load_decoder
 from shared.model.weights import model_digest
+from tests.native import require_native
 from tests.pipeline import equivalence
 from tests.pipeline.equivalence import (
     ALL,
@@ -72,11 +73,18 @@ def check_cell(cell: Cell, result: CellResult, oracle: CellResult, prompts: list
 # ------------------------------------------------------------------------------------------ tiny model, every cell
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, str]:
-    dtype = str(request.param)
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float32-native", "bfloat16-native"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, str]:
+    dtype, _, kernels = str(request.param).partition("-")
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype=getattr(torch, dtype))
-    return load_decoder(folder, dtype), dtype
+    return load(folder, dtype, kernels), dtype
+
+
+def load(folder: Path, dtype: str, kernels: str) -> Model:
+    """Native models compute on two threads: which of them makes a row must not show either."""
+    if kernels:
+        require_native()
+    return load_decoder(folder, dtype, kernels or "auto", threads=2)
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +94,14 @@ def tiny_prompts() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def tiny_oracle(
-    tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
+    tiny: tuple[Model, str], tiny_prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory
 ) -> CellResult:
     return run_cell(ORACLE, *tiny, tiny_prompts, tmp_path_factory.mktemp("kv"))
 
 
 @pytest.mark.parametrize("cell", [*ALL, *MODES], ids=str)
 def test_tiny(
-    cell: Cell, tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
+    cell: Cell, tiny: tuple[Model, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
 ) -> None:
     result = run_cell(cell, *tiny, tiny_prompts, tmp_path)
     check_cell(cell, result, tiny_oracle, tiny_prompts)
@@ -112,7 +120,7 @@ def test_rows_are_equal_exactly_where_the_text_is(tiny_prompts: list[Prompt], ti
 
 @pytest.mark.parametrize("cell", [PAIRWISE[0], PAIRWISE[1]], ids=str)
 def test_a_resumed_sequence_goes_on_with_the_same_bits(
-    cell: Cell, tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
+    cell: Cell, tiny: tuple[Model, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
 ) -> None:
     committed = {i: tokens[: 1 + i % 9] for i, tokens in tiny_oracle.tokens.items()}
     resumed = [replace(prompt, committed=tuple(committed[i])) for i, prompt in enumerate(tiny_prompts)]
@@ -122,14 +130,14 @@ def test_a_resumed_sequence_goes_on_with_the_same_bits(
 
 
 def test_the_threads_give_the_oracle_s_tokens(
-    tiny: tuple[Decoder, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
+    tiny: tuple[Model, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
 ) -> None:
     tokens = run_engine(*tiny, tiny_prompts, tmp_path)
     assert tokens == tiny_oracle.tokens
 
 
 def test_one_flipped_bit_of_kv_is_seen_and_stays_in_its_sequence(
-    tiny: tuple[Decoder, str],
+    tiny: tuple[Model, str],
     tiny_prompts: list[Prompt],
     tiny_oracle: CellResult,
     tmp_path: Path,
@@ -162,9 +170,18 @@ def test_pairwise_covers_every_pair() -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
-def test_default_model_pairwise(dtype: str, default_model_dir: Path, tmp_path: Path) -> None:
-    model = load_decoder(default_model_dir, dtype)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "float32",
+        pytest.param("bfloat16", marks=pytest.mark.long),
+        pytest.param("float32-native", marks=pytest.mark.long),
+        "bfloat16-native",
+    ],
+)
+def test_default_model_pairwise(kind: str, default_model_dir: Path, tmp_path: Path) -> None:
+    dtype, _, kernels = kind.partition("-")
+    model = load(default_model_dir, dtype, kernels)
     prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32)
     oracle = run_cell(ORACLE, model, dtype, prompts, tmp_path, every_row=False)
     for cell in (*PAIRWISE, MODES[0]):
@@ -172,31 +189,39 @@ def test_default_model_pairwise(dtype: str, default_model_dir: Path, tmp_path: P
         check_cell(cell, result, oracle, prompts)
 
 
+KINDS = ["float32", "bfloat16", "bfloat16-native", "float32-native"]
+
+
 @pytest.mark.long
 @pytest.mark.model
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_default_model_every_cell(dtype: str, default_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_model_every_cell(kind: str, default_model_dir: Path, tmp_path: Path) -> None:
     """50 prompts x 64 tokens in every cell; about an hour on one core. Writes what docs/equivalence.md shows."""
     # the covering subset first: a run cut short has then seen every pair
     cells = tuple(dict.fromkeys((*PAIRWISE, *ALL)))
-    report_matrix(default_model_dir, dtype, dtype, 50, 64, cells, tmp_path, RESULTS)
+    report_matrix(default_model_dir, kind, kind, 50, 64, cells, tmp_path, RESULTS)
 
 
 @pytest.mark.long
 @pytest.mark.model
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_default_model_every_mode(dtype: str, default_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_model_every_mode(kind: str, default_model_dir: Path, tmp_path: Path) -> None:
     """The same workload preempted, and in static and dynamic batches."""
-    report_matrix(default_model_dir, dtype, f"{dtype}-modes", 50, 64, MODES, tmp_path, RESULTS)
+    report_matrix(default_model_dir, kind, f"{kind}-modes", 50, 64, MODES, tmp_path, RESULTS)
 
 
 def report_matrix(
-    folder: Path, dtype: str, name: str, count: int, max_tokens: int, cells: tuple[Cell, ...], pools: Path, out: Path
+    folder: Path, kind: str, name: str, count: int, max_tokens: int, cells: tuple[Cell, ...], pools: Path, out: Path
 ) -> None:
-    """Run `cells` on a model folder, write `<name>.json` and `<name>.txt` under `out`; fails if a bit differs."""
-    model = load_decoder(folder, dtype)
+    """Run `cells` on a model folder, write `<name>.json` and `<name>.txt` under `out`; fails if a bit differs.
+
+    Args:
+        kind: a dtype, with `-native` behind it for the native kernels.
+    """
+    dtype, _, kernels = kind.partition("-")
+    model = load(folder, dtype, kernels)
     head: dict[str, object] = {
         "model": folder.name,
         "model_digest": model_digest(folder),

@@ -22,8 +22,9 @@ from shared.engine.step_plan import StepPlan
 from shared.kv.layout import PoolLayout
 from shared.kv.pool import create_pool
 from shared.model.config import layer_groups
-from shared.model.decoder import DTYPES, Decoder, load_decoder
+from shared.model.decoder import DTYPES, Model, load_decoder
 from shared.model.folder import weight_files
+from tests.native import require_native
 from tests.tiny_models import GREEDY, make_tiny_model, random_tokens, sequence
 
 LENGTHS = [1, 15, 16, 17, 200]
@@ -70,6 +71,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["auto", "native"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        require_native()
+    return str(request.param)
+
+
 @contextmanager
 def plain_norm() -> Iterator[None]:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -107,7 +115,7 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def our_logits(model: Decoder, dtype: str, token_ids: list[int], folder: Path, chunks: tuple[int, ...] = ()) -> Tensor:
+def our_logits(model: Model, dtype: str, token_ids: list[int], folder: Path, chunks: tuple[int, ...] = ()) -> Tensor:
     """[len(token_ids), vocab_size], over a pool of NaN, computed as one step or in steps of so many tokens."""
     rows: dict[int, Tensor] = {}
     num_blocks = -(-len(token_ids) // 32)
@@ -137,7 +145,7 @@ def check_float64(folder: Path, lengths: list[int], tmp_path: Path) -> None:
             assert error <= 1e-9
 
 
-def check_float32(folder: Path, lengths: list[int], tmp_path: Path) -> None:
+def check_float32(folder: Path, lengths: list[int], tmp_path: Path, kernels: str) -> None:
     with plain_norm():
         exact_model = reference_model(folder, "float64")
         exact = {
@@ -146,7 +154,7 @@ def check_float32(folder: Path, lengths: list[int], tmp_path: Path) -> None:
         }
     del exact_model
     reference = reference_model(folder, "float32")
-    model = load_decoder(folder, "float32")
+    model = load_decoder(folder, "float32", kernels)
     ours, theirs = [], []
     for length in lengths:
         token_ids = random_tokens(length, model.config.vocab_size, seed=length)
@@ -156,6 +164,21 @@ def check_float32(folder: Path, lengths: list[int], tmp_path: Path) -> None:
     # over all lengths: the largest error of a single row is a matter of luck on both sides
     assert max(ours) <= 2 * max(theirs)
     assert max(ours) <= 3e-4
+
+
+def check_bfloat16(folder: Path, lengths: list[int], tmp_path: Path) -> None:
+    """Native kernels keep more bits than transformers does in bfloat16, and never fewer than it by much."""
+    reference, model = reference_model(folder, "bfloat16"), load_decoder(folder, "bfloat16", "native")
+    with plain_norm():
+        exact_model = reference_model(folder, "float64")
+        prompts = [random_tokens(length, model.config.vocab_size, seed=length) for length in lengths]
+        exact = [reference_logits(exact_model, prompt) for prompt in prompts]
+    ours = [
+        (our_logits(model, "bfloat16", p, tmp_path) - e).norm() / e.norm() for p, e in zip(prompts, exact, strict=True)
+    ]
+    theirs = [(reference_logits(reference, p) - e).norm() / e.norm() for p, e in zip(prompts, exact, strict=True)]
+    print(f"bfloat16: relative errors {[f'{x:.3g}' for x in ours]}, transformers {[f'{x:.3g}' for x in theirs]}")
+    assert max(ours) <= 1.1 * max(theirs)
 
 
 def check_greedy(folder: Path, prompts: list[list[int]], num_tokens: int, tmp_path: Path) -> None:
@@ -180,7 +203,7 @@ def check_greedy(folder: Path, prompts: list[list[int]], num_tokens: int, tmp_pa
     print(f"greedy: {len(prompts)} prompts, {near_ties} ended at a near-tie")
 
 
-def greedy_tokens(model: Decoder, prompt: list[int], num_tokens: int, folder: Path) -> list[int]:
+def greedy_tokens(model: Model, prompt: list[int], num_tokens: int, folder: Path) -> list[int]:
     num_blocks = -(-(len(prompt) + num_tokens) // 32)
     layout = PoolLayout(layer_groups(model.config, 32, "float32"), (num_blocks,))
     token_ids = list(prompt)
@@ -202,8 +225,13 @@ def test_float64_equals_transformers(tiny: Path, tmp_path: Path) -> None:
     check_float64(tiny, LENGTHS, tmp_path)
 
 
-def test_float32_is_as_near_as_transformers(tiny: Path, tmp_path: Path) -> None:
-    check_float32(tiny, LENGTHS, tmp_path)
+def test_float32_is_as_near_as_transformers(tiny: Path, tmp_path: Path, kernels: str) -> None:
+    check_float32(tiny, LENGTHS, tmp_path, kernels)
+
+
+def test_native_bfloat16_is_as_near_as_transformers(tiny: Path, tmp_path: Path) -> None:
+    require_native()
+    check_bfloat16(tiny, LENGTHS, tmp_path)
 
 
 def test_greedy_tokens_equal_transformers(tiny: Path, tmp_path: Path) -> None:
@@ -211,19 +239,19 @@ def test_greedy_tokens_equal_transformers(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunks_change_no_bit(tiny: Path, tmp_path: Path, dtype: str) -> None:
+def test_chunks_change_no_bit(tiny: Path, tmp_path: Path, dtype: str, kernels: str) -> None:
     """Of scaled rotary embeddings and of biases too: a row depends on its position and its tokens alone."""
-    model = load_decoder(tiny, dtype)
+    model = load_decoder(tiny, dtype, kernels, threads=2)
     token_ids = random_tokens(150, model.config.vocab_size, seed=3)
     whole = our_logits(model, dtype, token_ids, tmp_path)
     for chunks in ((1, 149), (39, 1, 24, 86), (64,) + (1,) * 86):
         assert torch.equal(our_logits(model, dtype, token_ids, tmp_path, chunks), whole)
 
 
-def test_a_model_without_its_head_refuses_to_make_logits(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_without_its_head_refuses_to_make_logits(tiny: Path, tmp_path: Path, kernels: str) -> None:
     token_ids = random_tokens(20, 100, seed=3)
     with pytest.raises(ValueError, match="without its head"):
-        our_logits(load_decoder(tiny, "float32", with_head=False), "float32", token_ids, tmp_path)
+        our_logits(load_decoder(tiny, "float32", kernels, with_head=False), "float32", token_ids, tmp_path)
 
 
 @pytest.mark.model
@@ -234,8 +262,15 @@ def test_default_model_float64(default_model_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_default_model_float32(default_model_dir: Path, tmp_path: Path) -> None:
-    check_float32(default_model_dir, [*LENGTHS, 1000], tmp_path)
+def test_default_model_float32(default_model_dir: Path, tmp_path: Path, kernels: str) -> None:
+    check_float32(default_model_dir, [*LENGTHS, 1000], tmp_path, kernels)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+def test_default_model_native_bfloat16(default_model_dir: Path, tmp_path: Path) -> None:
+    require_native()
+    check_bfloat16(default_model_dir, [*LENGTHS, 1000], tmp_path)
 
 
 @pytest.mark.model

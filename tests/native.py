@@ -1,0 +1,66 @@
+"""The native library at every level this machine has, for tests; skips where it has none."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.native.build import NativeUnavailable
+from kernels.native.cpu import LEVELS, VARIABLE, machine_level
+from kernels.native.library import NativeLibrary, Team, open_library
+from shared.model.fetch import cache_dir
+
+LEVEL_NAMES = [level.name for level in LEVELS]
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+@cache
+def library_at(level: str) -> NativeLibrary:
+    """The library for a level, or the test is skipped: the machine is below it, or has no compiler."""
+    env = {**os.environ, VARIABLE: level}
+    best = machine_level({})
+    if best is None or LEVEL_NAMES.index(best.name) > LEVEL_NAMES.index(level):
+        pytest.skip(f"the native kernels need a processor with {level}")
+    try:
+        return open_library(cache_dir(os.environ) / "kernels", env)
+    except NativeUnavailable as exc:
+        pytest.skip(f"the native kernels cannot be built: {exc}")
+
+
+@cache
+def team_of(level: str, threads: int) -> Team:
+    return Team(library_at(level), threads)
+
+
+def require_native() -> None:
+    """Skip where `kernels = "native"` would fall back to torch."""
+    best = machine_level(os.environ)
+    if best is None:
+        pytest.skip("the native kernels need a processor with AVX-512")
+    library_at(best.name)
+
+
+class Guarded:
+    """A tensor with NaN before and behind it; `check` says that nobody wrote there."""
+
+    GUARD = 96
+
+    def __init__(self, *shape: int, dtype: torch.dtype, fill: float = float("nan")) -> None:
+        count = torch.Size(shape).numel()
+        self._all = torch.full((count + 2 * self.GUARD,), float("nan"), dtype=dtype)
+        self.tensor = self._all[self.GUARD : self.GUARD + count].view(shape)
+        self.tensor.fill_(fill)
+
+    @staticmethod
+    def of(values: Tensor) -> Guarded:
+        guarded = Guarded(*values.shape, dtype=values.dtype)
+        guarded.tensor.copy_(values)
+        return guarded
+
+    def check(self) -> None:
+        assert self._all[: self.GUARD].isnan().all()
+        assert self._all[-self.GUARD :].isnan().all()

@@ -1,0 +1,240 @@
+"""Building, keeping and refusing the native library. Compilers are scripts that hand out a library built before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kernels.dispatch import choose
+from kernels.native import cpu
+from kernels.native.build import Built, Compiler, NativeUnavailable, compile_library, ensure_library, find_compiler
+from kernels.native.cpu import LEVELS, VARIABLE, best_level, machine_level, parse_flags
+from kernels.native.library import open_library
+from shared.model.decoder import load_decoder
+from shared.model.fetch import cache_dir
+from tests.native import require_native
+from tests.tiny_models import make_tiny_model
+
+ALL_FLAGS = LEVELS[0].needs
+
+
+def test_the_best_level_is_one_the_processor_has() -> None:
+    assert best_level(ALL_FLAGS) is LEVELS[0]
+    assert best_level(ALL_FLAGS - {"avx512_bf16"}) is LEVELS[1]
+    assert best_level(ALL_FLAGS - {"avx512vl"}) is None
+    assert best_level(frozenset()) is None
+
+
+def test_a_level_is_forced_down_and_never_up() -> None:
+    assert best_level(ALL_FLAGS, "avx512") is LEVELS[1]
+    assert best_level(ALL_FLAGS, "none") is None
+    assert best_level(ALL_FLAGS - {"avx512_bf16"}, "avx512_bf16") is LEVELS[1]
+    with pytest.raises(ValueError, match="sse: known are none, avx512_bf16"):
+        best_level(ALL_FLAGS, "sse")
+
+
+def test_only_flags_of_all_processors_count() -> None:
+    text = "processor : 0\nflags\t\t: fpu avx512f fma\nvmx flags\t: x\nprocessor : 1\nflags\t\t: fpu fma\n"
+    assert parse_flags(text) == {"fpu", "fma"}
+    assert parse_flags("processor : 0\nFeatures : fp asimd\n") == frozenset()
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    require_native()
+    level = machine_level({})
+    assert level is not None
+    return ensure_library(cache_dir(os.environ) / "kernels", level, os.environ)
+
+
+class FakeCompiler:
+    """A compiler that notes its calls in a file and runs `body` with the target in `$out`."""
+
+    def __init__(self, folder: Path, body: str) -> None:
+        self.calls = folder / "calls"
+        path = folder / "fake-cc"
+        path.write_text(
+            "#!/bin/sh\n"
+            '[ "$1" = --version ] && { echo "fake 1.0"; exit 0; }\n'
+            f'echo call >> "{self.calls}"\n'
+            'while [ "$1" != -o ]; do shift; done\nout="$2"\n' + body + "\n"
+        )
+        path.chmod(0o755)
+        self.env = {**os.environ, "CC": str(path)}
+
+    def count(self) -> int:
+        return len(self.calls.read_text().split()) if self.calls.exists() else 0
+
+
+def level() -> cpu.Level:
+    found = machine_level({})
+    assert found is not None
+    return found
+
+
+def test_a_library_is_built_once(tmp_path: Path, built: Built) -> None:
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    folder = tmp_path / "kept"
+    first = ensure_library(folder, level(), compiler.env)
+    assert ensure_library(folder, level(), compiler.env) == first
+    assert compiler.count() == 1
+    assert sorted(path.suffix for path in folder.iterdir()) == ["", ".so", ".sum"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_that_start_at_once_build_once(tmp_path: Path, built: Built) -> None:
+    compiler = FakeCompiler(tmp_path, f'sleep 0.3; cp "{built.path}" "$out"')
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: ensure_library(tmp_path / "kept", level(), compiler.env), range(4)))
+    assert len(set(found)) == 1
+    assert compiler.count() == 1
+
+
+@pytest.mark.parametrize("harm", ["cut short", "one byte", "no sum", "empty"])
+def test_a_library_that_is_not_what_was_built_is_built_again(tmp_path: Path, built: Built, harm: str) -> None:
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    found = ensure_library(tmp_path / "kept", level(), compiler.env)
+    data = found.path.read_bytes()
+    if harm == "no sum":
+        found.path.with_suffix(".sum").unlink()
+    else:
+        damaged = {"cut short": data[:5000], "one byte": data[:-1] + bytes([data[-1] ^ 1]), "empty": b""}[harm]
+        found.path.write_bytes(damaged)
+    assert ensure_library(tmp_path / "kept", level(), compiler.env) == found
+    assert compiler.count() == 2
+    assert found.path.read_bytes() == data
+
+
+def test_without_a_compiler_a_kept_library_serves(tmp_path: Path, built: Built) -> None:
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    found = ensure_library(tmp_path / "kept", level(), compiler.env)
+    bare = {"PATH": str(tmp_path / "nothing")}
+    assert ensure_library(tmp_path / "kept", level(), bare) == found
+    with pytest.raises(NativeUnavailable, match="no C compiler"):
+        ensure_library(tmp_path / "other", level(), bare)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('echo "x.c:1:1: error: no room" >&2; exit 1', "cannot build the native kernels: x.c:1:1: error: no room"),
+        ('echo "not a library" > "$out"', "failed its trial|failed their trial"),
+        (
+            r'printf "void baton_sizes(void) { __builtin_trap(); }" | REAL_CC -shared -fPIC -x c - -o "$out"',
+            "signal",
+        ),
+        (r'printf "void baton_sizes(long *s) { s[0] = 1; }" | REAL_CC -shared -fPIC -x c - -o "$out"', "sizes"),
+    ],
+    ids=["fails", "makes rubbish", "makes what crashes", "makes another library"],
+)
+def test_a_library_that_does_not_work_is_refused_in_one_line(
+    tmp_path: Path, built: Built, body: str, words: str
+) -> None:
+    real = find_compiler(os.environ)
+    assert real is not None
+    compiler = FakeCompiler(tmp_path, body.replace("REAL_CC", real.path))
+    with pytest.raises(NativeUnavailable, match=words) as caught:
+        ensure_library(tmp_path / "kept", level(), compiler.env)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["lock"]
+
+
+def test_a_folder_of_others_is_not_loaded_from(tmp_path: Path, built: Built) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(NativeUnavailable, match="written by them"):
+        ensure_library(folder, level(), os.environ)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, built: Built) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NativeUnavailable, match="cannot keep the native kernels"):
+        ensure_library(tmp_path / "file" / "kept", level(), os.environ)
+
+
+def test_native_falls_back_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(VARIABLE, "none")
+    with caplog.at_level(logging.WARNING):
+        choice = choose("native", tmp_path / "kept")
+    assert choice.native is None
+    assert choice == choose("torch") == choose("auto")
+    assert [record.message for record in caplog.records] == [
+        "the native kernels need a processor with AVX-512; torch computes instead, more slowly"
+    ]
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_forced_level_nobody_knows_is_named(tmp_path: Path) -> None:
+    if machine_level({}) is None:
+        pytest.skip("the native kernels need a processor with AVX-512")
+    with pytest.raises(NativeUnavailable, match="BATON_CPU_LEVEL=sse"):
+        open_library(tmp_path, {VARIABLE: "sse"})
+
+
+def test_a_model_the_library_cannot_run_is_torch_s(
+    tmp_path: Path, built: Built, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_model(tmp_path, head_dim=18, num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING):
+        model = load_decoder(folder, "bfloat16", "native")
+    assert model.kernels.native is None
+    assert len([record for record in caplog.records if "torch computes instead" in record.message]) == 1
+    assert load_decoder(folder, "float64", "native").kernels.native is None
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_sanitizer_finds_anything(tmp_path: Path, dtype: str) -> None:
+    """The kernel tests once more, the library built with address and undefined-behaviour sanitizers."""
+    require_native()
+    real = find_compiler(os.environ)
+    assert real is not None
+    runtime = subprocess.run([real.path, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    runtime_path = runtime.stdout.strip()
+    if not os.path.isabs(runtime_path):
+        pytest.skip("the native kernels cannot be built with sanitizers here")
+    wrapper = tmp_path / "asan-cc"
+    wrapper.write_text(
+        f'#!/bin/sh\nexec "{real.path}" -g -fsanitize=address,undefined -fno-sanitize-recover=undefined '
+        '-fno-omit-frame-pointer "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    env = {
+        **os.environ,
+        "CC": str(wrapper),
+        "LD_PRELOAD": runtime_path,
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+        "BATON_CACHE": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_native_kernels.py"]
+    done = subprocess.run([*command, "-k", dtype], env=env, capture_output=True, text=True, timeout=850, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-500:]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("clang") is None, reason="the native kernels are tried with clang where there is one")
+def test_clang_builds_it_too(tmp_path: Path) -> None:
+    path = shutil.which("clang")
+    assert path is not None
+    for one in LEVELS:
+        compile_library(tmp_path / f"{one.name}.so", one, Compiler(path, "clang"))
+
+
+def test_numerics_differ_from_torch_s(built: Built) -> None:
+    from shared.engine.numerics import numerics_id
+
+    native = choose("native", built.path.parent)
+    ids = {numerics_id(dtype, kernels) for dtype in ("float32", "bfloat16") for kernels in (native, choose("torch"))}
+    assert len(ids) == 4

@@ -1,0 +1,384 @@
+"""The C kernels against plain torch at odd sizes, between guards, on every level, with any number of threads."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.activation import silu_mul
+from kernels.native.abi import TO_ELEMENTS, TO_FLOATS, TO_GATED, TO_SUM
+from kernels.native.arena import Arena
+from kernels.native.build import NativeUnavailable
+from kernels.native.library import Team
+from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape, StepArrays, require_runnable
+from kernels.native.packed import PackedLinear, linear, pack_linear, packed_bytes
+from kernels.norm import rms_norm
+from kernels.rotary import rotary, rotary_table
+from kernels.rotary.frequencies import plain
+from tests.native import DTYPES, LEVEL_NAMES, Guarded, team_of
+
+# relative to the sum of the magnitudes of all products
+TOLERANCE = {torch.bfloat16: 1e-6, torch.float32: 5e-7}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-22}
+LINEAR_SHAPES = [(1, 1), (2, 31), (3, 33), (63, 32), (64, 100), (385, 70), (577, 64), (1000, 17)]
+HEADS = [(4, 2, 16), (3, 3, 32), (6, 2, 64), (7, 1, 48), (8, 1, 80), (2, 2, 128), (9, 3, 20), (2, 1, 256)]
+
+
+@pytest.fixture(params=LEVEL_NAMES)
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def team(level: str) -> Team:
+    return team_of(level, 2)
+
+
+def rand(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(team: Team, parts: Sequence[Tensor], biases: Sequence[Tensor], gated: bool = False) -> PackedLinear:
+    out = sum(len(part) for part in parts)
+    arena = Arena(packed_bytes(out, parts[0].shape[1], parts[0].dtype, gated))
+    return pack_linear(team, arena, parts, biases, parts[0].dtype, gated)
+
+
+def product(team: Team, x: Tensor, weight: PackedLinear, kind: int = TO_FLOATS, before: float = 0.0) -> Tensor:
+    """One product between guards."""
+    width = weight.struct.out_features // 2 if kind == TO_GATED else weight.struct.out_features
+    dtype = x.dtype if kind in (TO_ELEMENTS, TO_GATED) else torch.float32
+    inputs, y = Guarded.of(x), Guarded(len(x), width, dtype=dtype, fill=before if kind == TO_SUM else float("nan"))
+    linear(team, inputs.tensor, weight, kind, y.tensor)
+    inputs.check()
+    y.check()
+    return y.tensor
+
+
+# ------------------------------------------------------------------------------------------------------------- linear
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=str)
+def test_linear_is_the_exact_product(team: Team, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    in_features, out_features = shape
+    first = rand(0, out_features // 2, in_features).to(dtype)
+    second = rand(1, out_features - len(first), in_features).to(dtype)
+    parts, biases = [first, second], [rand(2, len(first)), rand(3, len(second))]
+    x = rand(4, 26, in_features).to(dtype)
+    whole, bias = torch.cat(parts).double(), torch.cat(biases).double()
+    exact = x.double() @ whole.T
+    bound = TOLERANCE[dtype] * (x.double().abs() @ whole.abs().T + 1)
+    assert ((product(team, x, packed(team, parts, [])) - exact).abs() <= bound).all()
+    biased = packed(team, parts, biases)
+    assert ((product(team, x, biased) - (exact + bias)).abs() <= 2 * bound).all()
+    assert ((product(team, x, biased, TO_SUM, before=2.5) - (exact + bias + 2.5)).abs() <= 4 * bound).all()
+    elements = product(team, x, biased, TO_ELEMENTS)
+    assert torch.equal(elements, product(team, x, biased).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 100])
+def test_gated_products_are_silu_times_up(team: Team, dtype: torch.dtype, width: int) -> None:
+    gate, up = rand(0, width, 70).to(dtype), rand(1, width, 70).to(dtype)
+    biases = [rand(2, width), rand(3, width)]
+    x = rand(4, 14, 70).to(dtype)
+    result = product(team, x, packed(team, [gate, up], biases, gated=True), TO_GATED)
+    sums = [x.double() @ w.double().T + b.double() for w, b in zip((gate, up), biases, strict=True)]
+    expected = silu_mul(torch.cat(sums, dim=1))
+    torch.testing.assert_close(result.double(), expected, rtol=ROUNDING[dtype], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(576, 96), (385, 70)], ids=str)
+def test_linear_rows_do_not_depend_on_their_company(level: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    in_features, out_features = shape
+    weight = packed(team_of(level, 1), [rand(0, out_features, in_features).to(dtype)], [rand(1, out_features)])
+    x = rand(2, 400, in_features).to(dtype)
+    alone = torch.cat([product(team_of(level, 1), x[i : i + 1], weight) for i in range(400)])
+    for threads in (1, 2, 3):
+        for count in (*range(1, 28), 64, 191, 192, 193, 400):
+            first = (count * 7) % (401 - count)
+            rows = product(team_of(level, threads), x[first : first + count], weight)
+            assert torch.equal(rows, alone[first : first + count]), (count, threads)
+
+
+def test_neighbouring_nans_and_infinities_stay_where_they_are(team: Team) -> None:
+    weight = packed(team, [torch.ones(40, 64, dtype=torch.bfloat16)], [])
+    x = torch.ones(13, 64, dtype=torch.bfloat16)
+    x[4, 63], x[7, 0] = float("nan"), float("inf")
+    y = product(team, x, weight)
+    assert y[4].isnan().all()
+    assert y[7].isinf().all()
+    assert (y[[i for i in range(13) if i not in (4, 7)]] == 64).all()
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_rounding_to_bfloat16_is_to_nearest_even(level: str) -> None:
+    bits = torch.tensor([0x3F800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000], dtype=torch.int32)
+    bits = torch.cat((bits, torch.randint(0x30000000, 0x4F000000, (500,), dtype=torch.int32)))
+    values = torch.cat((bits.view(torch.float32), -bits.view(torch.float32), torch.tensor([float("nan"), 0.0, -0.0])))
+    weight = packed(team_of(level, 1), [torch.zeros(len(values), 2, dtype=torch.bfloat16)], [values])
+    result = product(team_of(level, 1), torch.zeros(1, 2, dtype=torch.bfloat16), weight, TO_ELEMENTS)[0]
+    torch.testing.assert_close(result, values.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------------- norm, rotary, store
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 15, 16, 33, 576])
+def test_norm(team: Team, dtype: torch.dtype, size: int) -> None:
+    x, weight = Guarded.of(rand(0, 5, size) * 3), Guarded.of(rand(1, size))
+    y = Guarded(5, size, dtype=dtype)
+    pointers = (x.tensor.data_ptr(), weight.tensor.data_ptr(), y.tensor.data_ptr())
+    team.call("baton_norm", dtype, *pointers, 5, size, 1e-5)
+    for guarded in (x, weight, y):
+        guarded.check()
+    expected = rms_norm(x.tensor.double(), weight.tensor.double(), 1e-5)
+    torch.testing.assert_close(y.tensor.double(), expected, rtol=2 * ROUNDING[dtype], atol=1e-7)
+
+
+def make_model(team: Team, dtype: torch.dtype, heads: tuple[int, int, int], positions: int = 1200) -> NativeModel:
+    """A model of one layer, of which only attention is used."""
+    q_heads, kv_heads, head_dim = heads
+    shape = Shape(8, 16, 8, q_heads, kv_heads, head_dim, 1e-5, head_dim**-0.5)
+    q, kv = q_heads * head_dim, kv_heads * head_dim
+
+    def zeros(out: int, inner: int) -> PackedLinear:
+        return packed(team, [torch.zeros(out, inner, dtype=dtype)], [])
+
+    gate = torch.zeros(16, 8, dtype=dtype)
+    gated = packed(team, [gate, gate], [], gated=True)
+    layer = NativeLayer(torch.ones(8), torch.ones(8), zeros(q + 2 * kv, 8), zeros(8, q), gated, zeros(8, 16), 0, 0)
+    table = rotary_table(plain(head_dim, 10000.0), positions, dtype)
+    return NativeModel(team, dtype, shape, torch.zeros(8, 8), table, [layer], torch.ones(8), None)
+
+
+def make_plan(
+    model: NativeModel,
+    pool: Tensor,
+    lengths: Sequence[tuple[int, int]],
+    tables: Sequence[Sequence[int]],
+    unstored: int = 0,
+) -> StepArrays:
+    """Sequences given as (first position, tokens); the first `unstored` tokens of each are not stored."""
+    block_size = pool.shape[4]
+    positions, slots, cumulated = [], [], [0]
+    for (start, count), table in zip(lengths, tables, strict=True):
+        for position in range(start, start + count):
+            positions.append(position)
+            slot = table[position // block_size] * block_size + position % block_size
+            slots.append(-1 if position < start + unstored else slot)
+        cumulated.append(len(positions))
+    place = torch.tensor(positions)
+    lens = [start + count for start, count in lengths]
+    nothing = torch.empty(0, dtype=torch.int64)
+    group = GroupPlan(tables, slots)
+    tokens = torch.zeros(len(positions), dtype=torch.int64)
+    return StepArrays(model, tokens, place, cumulated, lens, nothing, [group], [pool], torch.empty(0, 8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_rotary_and_store(team: Team, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    q_heads, kv_heads, head_dim = heads
+    model = make_model(team, dtype, heads)
+    pool = Guarded(5, 1, 2, kv_heads, 16, head_dim, dtype=dtype)
+    qkv = Guarded.of(rand(0, 9, q_heads + 2 * kv_heads, head_dim).to(dtype))
+    before = qkv.tensor.clone()
+    plan = make_plan(model, pool.tensor, [(13, 6), (0, 3)], [[2, 4], [1]], unstored=1)
+    model.rotate(qkv.tensor, plan)
+    pool.check()
+    qkv.check()
+    positions = torch.tensor([13, 14, 15, 16, 17, 18, 0, 1, 2])
+    rotated = before.float()
+    rotary(rotated[:, : q_heads + kv_heads], rotary_table(plain(head_dim, 10000.0), 1200, dtype)[positions])
+    expected = rotated.to(dtype)
+    torch.testing.assert_close(qkv.tensor[:, :q_heads], expected[:, :q_heads], rtol=ROUNDING[dtype], atol=1e-6)
+    written = torch.zeros(5, 16, dtype=torch.bool)
+    for row, (block, offset) in enumerate([(2, 13), (2, 14), (2, 15), (4, 0), (4, 1), (4, 2), (1, 0), (1, 1), (1, 2)]):
+        if row in (0, 6):
+            continue
+        written[block, offset] = True
+        kv = pool.tensor[block, 0, :, :, offset].reshape(2 * kv_heads, head_dim)
+        torch.testing.assert_close(kv, expected[row, q_heads:], rtol=ROUNDING[dtype], atol=1e-6)
+        assert torch.equal(kv[kv_heads:], before[row, q_heads + kv_heads :])
+    assert pool.tensor.permute(0, 4, 1, 2, 3, 5)[~written].isnan().all()
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+class Cache:
+    """A pool of NaN between guards, with one sequence's random keys and values in scattered blocks."""
+
+    def __init__(self, model: NativeModel, seq_len: int, block_size: int = 32, seed: int = 0, others: int = 3) -> None:
+        shape, dtype = model.shape, model.dtype
+        self.model = model
+        num_blocks = -(-seq_len // block_size)
+        self.guarded = Guarded(num_blocks + others, 1, 2, shape.kv_heads, block_size, shape.head_dim, dtype=dtype)
+        self.pool = self.guarded.tensor
+        self.table = random.Random(seed).sample(range(len(self.pool)), num_blocks)
+        self.k, self.v = (rand(seed + i, seq_len, shape.kv_heads, shape.head_dim).to(dtype) for i in (10, 20))
+        self.q = rand(seed + 30, seq_len, shape.q_heads, shape.head_dim).to(dtype)
+        for position in range(seq_len):
+            block, offset = self.table[position // block_size], position % block_size
+            self.pool[block, 0, 0, :, offset], self.pool[block, 0, 1, :, offset] = self.k[position], self.v[position]
+
+    def attend(self, first: int, last: int, model: NativeModel | None = None) -> Tensor:
+        model = model or self.model
+        plan = make_plan(model, self.pool, [(first, last - first)], [self.table])
+        result = model.attention(self.q[first:last].contiguous(), plan)
+        self.guarded.check()
+        return result
+
+    def textbook(self) -> Tensor:
+        """[T, H, D] in float64."""
+        repeats = self.q.shape[1] // self.k.shape[1]
+        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (self.k, self.v))
+        scores = torch.einsum("thd,shd->hts", self.q.double(), k) * self.model.shape.scale
+        future = torch.ones(len(k), len(k), dtype=torch.bool).triu(1)
+        return torch.einsum("hts,shd->thd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("seq_len", [1, 33, 64, 65, 513])
+def test_attention_matches_the_textbook(
+    team: Team, dtype: torch.dtype, heads: tuple[int, int, int], seq_len: int
+) -> None:
+    cache = Cache(make_model(team, dtype, heads), seq_len)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 5e-6
+    torch.testing.assert_close(cache.attend(0, seq_len).double(), cache.textbook(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_chunking_gives_the_same_bits(level: str, dtype: torch.dtype, threads: int) -> None:
+    cache = Cache(make_model(team_of(level, 1), dtype, (6, 2, 32)), 1100)
+    whole = cache.attend(0, 1100)
+    model = make_model(team_of(level, threads), dtype, (6, 2, 32))
+    for chunks in ([1, 1099], [64] * 17 + [12], [15, 16, 17, 1052], [512, 512, 76], [130] * 8 + [60], [700, 1, 2, 397]):
+        ends = list(itertools.accumulate(chunks))
+        parts = [cache.attend(end - chunk, end, model) for chunk, end in zip(chunks, ends, strict=True)]
+        assert torch.equal(torch.cat(parts), whole), chunks
+    for position in (*range(0, 1100, 37), 1099):
+        assert torch.equal(cache.attend(position, position + 1, model)[0], whole[position]), position
+    for first in (505, 1018):  # verification rows on both sides of a split
+        assert torch.equal(cache.attend(first, first + 8, model), whole[first : first + 8])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_neighbours_change_nothing(team: Team, dtype: torch.dtype) -> None:
+    model = make_model(team, dtype, (6, 2, 32))
+    cache, other = Cache(model, 900), Cache(model, 900, seed=1)
+    pool = torch.cat((cache.pool, other.pool))
+    other_table = [block + len(cache.pool) for block in other.table]
+    # (first row, rows): decodes, pieces and verification rows, all in one step
+    mine = [(0, 1), (40, 1), (63, 2), (255, 1), (300, 3), (511, 1), (512, 1), (640, 200), (899, 1)]
+    rows, lengths = [], []
+    for i, (first, count) in enumerate(mine):
+        rows += [cache.q[first : first + count], other.q[i * 90 : i * 90 + i + 1]]
+        lengths += [(first, count), (i * 90, i + 1)]
+    plan = make_plan(model, pool, lengths, [cache.table, other_table] * len(mine))
+    result = model.attention(torch.cat(rows), plan)
+    begin = 0
+    for (first, count), (_, neighbours) in zip(mine, lengths[1::2], strict=True):
+        assert torch.equal(result[begin : begin + count], cache.attend(first, first + count)), (first, count)
+        begin += count + neighbours
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16, 64, 128, 1024])
+def test_block_size_does_not_enter_the_result(team: Team, block_size: int) -> None:
+    model = make_model(team, torch.bfloat16, (6, 2, 32))
+    expected = Cache(model, 600).attend(0, 600)
+    assert torch.equal(Cache(model, 600, block_size).attend(0, 600), expected)
+
+
+def test_later_tokens_of_the_sequence_do_not_reach_an_earlier_step(team: Team) -> None:
+    cache = Cache(make_model(team, torch.bfloat16, (6, 2, 32)), 600)
+    expected = cache.attend(100, 130)
+    for block in cache.table[5:]:
+        cache.pool[block] = float("inf")
+    assert torch.equal(cache.attend(100, 130), expected)
+
+
+def test_very_unequal_scores(team: Team) -> None:
+    cache = Cache(make_model(team, torch.float32, (6, 2, 32)), 300)
+    cache.q *= 100
+    torch.testing.assert_close(cache.attend(0, 300).double(), cache.textbook(), rtol=0, atol=2e-4)
+
+
+def test_a_query_that_is_not_a_number_gives_none(team: Team) -> None:
+    cache = Cache(make_model(team, torch.bfloat16, (6, 2, 32)), 100)
+    cache.q[50, 3] = float("nan")
+    result = cache.attend(0, 100)
+    assert result[50, 3].isnan().all()
+    assert result.isnan().sum() == result.shape[2]
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tables", "words"),
+    [
+        ([(0, 3)], [[9]], "block table"),
+        ([(0, 3)], [[-1]], "block table"),
+        ([(30, 3)], [[0]], "block table"),
+        ([(1198, 3)], [[0] * 40], "position"),
+    ],
+    ids=["a block outside", "a negative block", "too few blocks", "beyond the context"],
+)
+def test_a_plan_that_reaches_outside_is_refused(
+    team: Team, lengths: list[tuple[int, int]], tables: list[list[int]], words: str
+) -> None:
+    model = make_model(team, torch.bfloat16, (4, 2, 16))
+    pool = torch.full((5, 1, 2, 2, 32, 16), 7.0, dtype=torch.bfloat16)
+    positions = torch.arange(lengths[0][0], sum(lengths[0]))
+    count = len(positions)
+    nothing = torch.empty(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=words):
+        model.step(
+            torch.zeros(count, dtype=torch.int64),
+            positions,
+            [0, count],
+            [sum(lengths[0])],
+            nothing,
+            [GroupPlan(tables, [0] * count)],
+            [pool],
+        )
+    assert (pool == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("token", "slot", "row", "words"),
+    [
+        (8, 0, [], "token"),
+        (-1, 0, [], "token"),
+        (0, 160, [], "slot"),
+        (0, -2, [], "slot"),
+        (0, 0, [1], "no token"),
+        (0, 0, [0], "without its head"),
+    ],
+)
+def test_numbers_outside_are_refused(team: Team, token: int, slot: int, row: list[int], words: str) -> None:
+    model = make_model(team, torch.bfloat16, (4, 2, 16))
+    pool = torch.full((5, 1, 2, 2, 32, 16), 7.0, dtype=torch.bfloat16)
+    tokens, rows = torch.tensor([token]), torch.tensor(row, dtype=torch.int64)
+    with pytest.raises(ValueError, match=words):
+        model.step(tokens, torch.tensor([0]), [0, 1], [1], rows, [GroupPlan([[0]], [slot])], [pool])
+    assert (pool == 7.0).all()
+
+
+def test_what_the_library_cannot_run_is_refused() -> None:
+    with pytest.raises(NativeUnavailable, match="float64"):
+        require_runnable(torch.float64, 16)
+    with pytest.raises(NativeUnavailable, match="not 18"):
+        require_runnable(torch.float32, 18)
