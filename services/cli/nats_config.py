@@ -165,7 +165,8 @@ def _sent_by(service: str, hop: Hop) -> str:
 
 def _consuming(service: str, stream: str, own: bool = False) -> list[str]:
     """Make the consumer named after the service, pull from it, acknowledge; make the stream too, unless a worker.
-    Of a stream that is its `own`, spoken and heard by nobody else, it may have any consumers, and drop them.
+    Of a stream that is its `own`, spoken and heard by nobody else, it may have any consumers, see how far they are, and
+    drop them.
 
     NATS checks nobody's permission for the subjects a stream takes: who makes one could read everything.
     """
@@ -176,7 +177,7 @@ def _consuming(service: str, stream: str, own: bool = False) -> list[str]:
         f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.{consumer}",
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}",
         f"$JS.ACK.{stream}.{consumer}.>",
-        *([f"$JS.API.CONSUMER.DELETE.{stream}.{consumer}"] if own else []),
+        *([f"$JS.API.CONSUMER.{verb}.{stream}.{consumer}" for verb in ("INFO", "DELETE")] if own else []),
     ]
 
 

@@ -1,14 +1,17 @@
 """Leases in NATS KV: one key a lease, expiring by the server's own clock.
 
 The term is the revision at which the present owner took the lease. Revisions of a stream only grow, so a later owner
-always has a higher term; renewals keep it.
+always has a higher term; renewals keep it. A bucket that is made anew, since NATS lost its store, begins at a revision
+above those of any before it: at the wall clock's time, which grows faster than leases are written.
 """
 
 from __future__ import annotations
 
 import math
+import time
 
 import msgspec
+import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
@@ -17,6 +20,8 @@ from shared.bus.streams import LEASE_BUCKET
 
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _NAME_IN_USE = 10058
+REVISIONS_S = 10
+"""Revisions a second that a bucket's life may use up: a pool writes its lease every few seconds."""
 
 
 class LeaseEntry(msgspec.Struct, frozen=True):
@@ -35,6 +40,13 @@ class LeaseBucket:
 
     async def acquire(self, name: str, owner: str, ttl_s: float) -> int | None:
         """Take or renew; the term, or None while another owner holds it or won the race."""
+        try:
+            return await self._acquire(name, owner, ttl_s)
+        except nats.errors.Error:
+            self._made = False  # it may be gone, with all that the server had stored
+            raise
+
+    async def _acquire(self, name: str, owner: str, ttl_s: float) -> int | None:
         await self._make()
         revision, entry = await self._read(name)
         if entry is not None and entry.owner != owner:
@@ -90,6 +102,7 @@ class LeaseBucket:
             deny_delete=True,
             discard=DiscardPolicy.NEW,
             storage=StorageType.FILE,
+            first_seq=int(time.time() * REVISIONS_S),
         )
         try:
             await self._js.add_stream(config)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shared.bus.bus import Delivery
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_bus import NatsBus, connect_bus
 from shared.contracts.errors import Unavailable
 from shared.contracts.message import Message
 from tests.servers import NatsServer
@@ -43,6 +43,8 @@ async def test_everything_goes_on_after_a_restart_of_nats(own_nats_server: NatsS
         await one.consume("kept", "kept", Note, keep, durable="one")
         await two.publish_durable("kept", Note(text="before"), message_id="1")
         await until(lambda: stored == ["before"])
+        term = await two.acquire_lease("x", "me", 1)
+        assert term
 
         own_nats_server.kill()
         await until(lambda: not two.connected and not one.connected)
@@ -68,6 +70,18 @@ async def test_everything_goes_on_after_a_restart_of_nats(own_nats_server: NatsS
                     assert store == "lost"  # until the consumer has made the stream anew
                 await asyncio.sleep(0.1)
         assert stored.count("before") == 1
+        # a lease can be had again, and in no lower term: a lower one would be refused everywhere
+        async with asyncio.timeout(15):
+            while (later := await _leased(two)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        assert later >= term
+
+
+async def _leased(bus: NatsBus) -> int | None:
+    try:
+        return await bus.acquire_lease("x", "another", 1)
+    except Unavailable:
+        return None
 
 
 async def test_no_server_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
