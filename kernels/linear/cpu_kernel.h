@@ -10,7 +10,7 @@
 #include "native/simd.h"
 
 enum { BLOCK = 32, TILE_ROWS = 12, ROWS_AN_ITEM = 192 };
-enum { MAX_SUM = 64 };
+enum { MAX_SUM = 32 };
 enum { PREFETCH_BYTES = 2048 };
 
 /* What becomes of the sums of a block of 32 outputs. */
