@@ -28,9 +28,9 @@ UPLOAD_IDLE_S = 3600
 _OPEN, _APPEND, _CLOSE, _DELETE = (lua(f"file_{name}") for name in ("open", "append", "close", "delete"))
 
 
-def no_such_file(file_id: str) -> NotFound:
+def no_such_file(file_id: str, param: str = "file_id") -> NotFound:
     """What is missing, or another tenant's: the two look alike."""
-    return NotFound(f"there is no file {file_id[:64]!r}", param="file_id")
+    return NotFound(f"there is no file {file_id[:64]!r}", param=param)
 
 
 class FileStore:

@@ -67,7 +67,7 @@ class JobStore:
         limits = (self._limits.max_stored_bytes, self._limits.max_unfinished)
         code = int(await self._redis.script(_CREATE, keys, (batch_id, sealed, status, *limits)))
         if code == 0:
-            raise no_such_file(spec.input_file_id)
+            raise no_such_file(spec.input_file_id, "input_file_id")
         if code == -1:
             raise Forbidden(
                 f"a batch's lines are kept until it ends; with them you would store over {limits[0]} bytes: delete "

@@ -9,6 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from services.batch import job_states as states
+from services.batch.file_store import no_such_file
 from services.batch.job_store import no_such_batch
 from services.batch.open_requests import OpenRequests
 from services.batch.records import PURPOSE_INPUT, QUEUE_BATCH, Job, JobSpec
@@ -27,7 +28,7 @@ from shared.contracts.batch_messages import (
     BatchReply,
     BatchRequest,
 )
-from shared.contracts.errors import Conflict, InvalidInput, Unavailable
+from shared.contracts.errors import Conflict, InvalidInput, NotFound, Unavailable
 from shared.contracts.ids import BatchId, TenantId
 
 COMPLETION_WINDOW = "24h"
@@ -72,7 +73,10 @@ class JobDesk:
             raise InvalidInput(f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
         if request.completion_window != COMPLETION_WINDOW:
             raise InvalidInput(f"completion_window must be {COMPLETION_WINDOW!r}", param="completion_window")
-        file = await self._store.files.get(request.tenant, request.input_file_id)
+        try:
+            file = await self._store.files.get(request.tenant, request.input_file_id)
+        except NotFound:
+            raise no_such_file(request.input_file_id, "input_file_id") from None
         if file.meta.purpose != PURPOSE_INPUT:
             raise InvalidInput("the input file must have the purpose 'batch'", param="input_file_id")
         now = self._clock()

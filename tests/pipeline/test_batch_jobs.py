@@ -411,7 +411,7 @@ async def test_a_broken_input_chunk_fails_the_batch_in_the_end(world: BatchWorld
     [
         ({"endpoint": "/v1/embeddings"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
-        ({"input_file_id": FileId("file-none")}, "file_id"),
+        ({"input_file_id": FileId("file-none")}, "input_file_id"),
     ],
 )
 async def test_a_wrong_batch_is_refused_at_once(world: BatchWorld, changes: dict[str, Any], param: str) -> None:
@@ -421,8 +421,9 @@ async def test_a_wrong_batch_is_refused_at_once(world: BatchWorld, changes: dict
         with pytest.raises(InvalidInput) as caught:
             await ask(desk, msgspec.structs.replace(create, **changes))
         assert caught.value.param == param
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFound) as missing:
             await ask(desk, msgspec.structs.replace(create, tenant=BOB))
+        assert missing.value.param == "input_file_id"
         assert (await ask(desk, b.BatchList(tenant=ANN))).batches == ()
 
 

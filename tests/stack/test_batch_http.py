@@ -224,7 +224,7 @@ def test_another_tenants_ids_do_not_exist(client: OpenAI, other: OpenAI) -> None
     refused(
         openai.NotFoundError,
         lambda: other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
-        "file_id",
+        "input_file_id",
     )
     assert batch.id not in [found.id for found in other.batches.list()]
 
