@@ -13,6 +13,7 @@
 enum { KEY_TILE = 64, SPLIT = 512, TILE_QUERIES = 6 };
 enum { PIECE_ROWS = 96 };  /* query rows of a KV head in a piece, about: what packed keys are used for */
 enum { LONE_TOKENS = 8 };  /* pieces of at most so many tokens are cut by splits, too */
+enum { KEYS_AHEAD = 48 };  /* how far before its use a key is asked for */
 enum { KEYS_SLOT = 0, VALUES_SLOT, SCORES_SLOT, WEIGHTS_SLOT, STATE_SLOT };
 
 typedef struct {
@@ -69,6 +70,19 @@ INLINE const element *NAME(key_row)(const NAME(attention) *p, const query_piece 
            (key & ((1L << pool->block_shift) - 1)) * p->head_dim;
 }
 
+/* Ask for the keys that come up and for the values of those at hand, which are read once the scores are known. */
+INLINE void NAME(ask_for)(const NAME(attention) *p, const query_piece *piece, long head, long key) {
+    const long end = piece->position + piece->tokens, bytes = p->head_dim * (long)sizeof(element);
+    for (long i = key; i < smaller(key + LANES, end); i++) {
+        const char *values = (const char *)(NAME(key_row)(p, piece, head, i) + p->pool.value_offset);
+        for (long at = 0; at < bytes; at += 64) _mm_prefetch(values + at, _MM_HINT_T1);
+    }
+    for (long i = key + KEYS_AHEAD; i < smaller(key + KEYS_AHEAD + LANES, end); i++) {
+        const char *keys = (const char *)NAME(key_row)(p, piece, head, i);
+        for (long at = 0; at < bytes; at += 64) _mm_prefetch(keys + at, _MM_HINT_T0);
+    }
+}
+
 /* Keys first .. first + count of a head, tiles filled up with zeros. */
 static void NAME(pack_keys)(const NAME(attention) *p, const query_piece *piece, long head, long first, long count,
                             int32_t *to) {
@@ -76,6 +90,7 @@ static void NAME(pack_keys)(const NAME(attention) *p, const query_piece *piece, 
     for (long at = 0; at < pieces(count, KEY_TILE) * KEY_TILE; at += LANES) {
         int32_t *tile = to + at / KEY_TILE * KEY_TILE * words + at % KEY_TILE;
         const element *rows[LANES];
+        NAME(ask_for)(p, piece, head, first + at);
         for (int i = 0; i < LANES; i++)
             rows[i] = at + i < count ? NAME(key_row)(p, piece, head, first + at + i) : NULL;
         for (long w = 0; w < words; w += LANES) {

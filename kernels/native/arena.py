@@ -18,12 +18,12 @@ class Arena:
         self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._used = 0
+        self.used = 0
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """[count] zeros."""
-        tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._used)
-        self._used += aligned(count * dtype.itemsize)
+        tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=self.used)
+        self.used += aligned(count * dtype.itemsize)
         return tensor
 
 

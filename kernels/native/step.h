@@ -351,3 +351,43 @@ int NAME(baton_attention)(baton_team *team, const baton_model *model, const bato
     };
     return NAME(run_single)(team, plans[0].items, NAME(attention_item), &attention);
 }
+
+/* Every product of the model with `rows` rows of zeros, nothing between them: what its weights cost at the least. */
+typedef struct {
+    const baton_model *model;
+    const element *x;
+    void *y;
+    long rows, x_stride, y_stride;
+} NAME(sweep);
+
+static void NAME(sweep_program)(void *argument, baton_team *team, int thread) {
+    const NAME(sweep) *s = argument;
+    const baton_model *m = s->model;
+    long phase = 0;
+    for (long i = 0; i <= m->num_layers; i++) {
+        const baton_layer *layer = &m->layers[i < m->num_layers ? i : 0];
+        const baton_linear *all[] = {&layer->qkv, &layer->o, &layer->gate_up, &layer->down};
+        const int last = i == m->num_layers;
+        for (int j = 0; j < (last ? 1 : 4); j++) {
+            const baton_linear *linear = last ? &m->head : all[j];
+            if (!linear->weight) continue;
+            const NAME(product) product = {linear, s->x, s->y, s->rows, s->x_stride, s->y_stride, last ? TO_FLOATS : TO_ELEMENTS};
+            team_phase(team, thread, phase++, NAME(product_items)(&product), NAME(product_item), &product);
+        }
+    }
+}
+
+int NAME(baton_sweep)(baton_team *team, const baton_model *model, int64_t rows) {
+    if (rows < 1 || model->num_layers < 1) return BAD_LENGTHS;
+    const long width = larger(larger(model->hidden, model->intermediate), model->q_heads * model->head_dim);
+    const long qkv = (model->q_heads + 2 * model->kv_heads) * model->head_dim;
+    NAME(sweep) sweep = {.model = model, .rows = rows, .x_stride = NAME(stride)(width)};
+    sweep.y_stride = larger(larger(model->hidden, model->vocab), larger(qkv, 2 * model->intermediate));
+    const size_t bytes = (size_t)(rows * sweep.x_stride) * sizeof(element);
+    element *x = team_memory(team, -1, GATED, bytes);
+    sweep.y = team_memory(team, -1, SUMS, (size_t)(rows * sweep.y_stride) * sizeof(float));
+    if (!x || !sweep.y) return NO_MEMORY;
+    memset(x, 0, bytes);
+    sweep.x = x;
+    return team_run(team, NAME(sweep_program), &sweep, 4 * model->num_layers + 1) ? NO_MEMORY : OK;
+}

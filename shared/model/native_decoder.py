@@ -76,15 +76,23 @@ class NativeDecoder:
         Raises:
             ValueError: the batch points outside pool, vocabulary or context, or asks a model without a head for logits.
         """
-        if self._model is None or groups != self._groups:
-            self._model, self._groups = self._in_groups(groups), groups
         plans = [GroupPlan(part.block_tables, part.slot_mapping) for part in batch.groups]
-        return self._model.step(
+        return self.native(groups).step(
             batch.token_ids, batch.positions, batch.cu_seqlens_q, batch.seq_lens, batch.logit_rows, plans, pools
         )
 
+    def native(self, groups: tuple[LayerGroup, ...]) -> NativeModel:
+        """The library's model, with its layers' places in the pools of these groups."""
+        if self._model is None or groups != self._groups:
+            self._model, self._groups = self._in_groups(groups), groups
+        return self._model
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights: what a step reads."""
+        return self._arena.used
+
     def _in_groups(self, groups: tuple[LayerGroup, ...]) -> NativeModel:
-        """The model with its layers' places in the pools of these groups."""
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         layers = [NativeLayer(*parts, *place[i]) for i, parts in enumerate(self._layers)]
         return NativeModel(
