@@ -22,7 +22,7 @@ from services.cli.servers import running_nats
 from services.cli.state import StateFolder, state_path
 from services.cli.words import NO_STACK, sentence
 from shared.bus.nats_bus import connect_bus
-from shared.contracts import messages as m
+from shared.contracts import admin_messages as am
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError, NotFound, SettingsError, Unavailable
 from shared.contracts.grants import Limits
@@ -35,7 +35,7 @@ ASK_S = 10.0
 LIMITS = Limits.__struct_fields__
 DEFAULT = "default"
 
-Ask = m.KeyCreate | m.KeyRevoke | m.LimitsChange | m.TenantsQuery
+Ask = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery
 
 
 def main(argv: Sequence[str]) -> int:
@@ -179,7 +179,7 @@ With nats-py:
 def _known(env: Mapping[str, str], tenant: TenantId) -> bool:
     """False when policy says there is no such tenant; True also when it says nothing."""
     try:
-        return bool(_asked(env, m.TenantsQuery(tenant=tenant)).tenants)
+        return bool(_asked(env, am.TenantsQuery(tenant=tenant)).tenants)
     except BatonError:
         return True
 
@@ -192,7 +192,7 @@ def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     key = new_api_key()
     digest = hashlib.sha256(key).digest()
     name = options.id or f"key-{digest.hex()[:8]}"
-    _asked(env, m.KeyCreate(tenant=tenant, key_id=name, key_hash=digest))
+    _asked(env, am.KeyCreate(tenant=tenant, key_id=name, key_hash=digest))
     if options.json:
         print(json.dumps({"tenant": tenant, "key_id": name, "api_key": key.decode()}))
     else:
@@ -202,7 +202,7 @@ def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _revoke(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant)
-    _asked(env, m.KeyRevoke(tenant=tenant, key_id=options.key_id))
+    _asked(env, am.KeyRevoke(tenant=tenant, key_id=options.key_id))
     found = {"tenant": tenant, "key_id": options.key_id, "revoked": True}
     print(json.dumps(found) if options.json else f"key {options.key_id} of tenant {tenant} opens nothing any more")
     return 0
@@ -212,19 +212,19 @@ def _limits(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant)
     given = {name: getattr(options, name) for name in LIMITS if getattr(options, name) is not None}
     changes = {name: None if value == DEFAULT else value for name, value in given.items()}
-    ask = m.LimitsChange(tenant=tenant, limits=changes) if changes else m.TenantsQuery(tenant=tenant)
+    ask = am.LimitsChange(tenant=tenant, limits=changes) if changes else am.TenantsQuery(tenant=tenant)
     _print(_existing(_asked(env, ask), tenant), options.json)
     return 0
 
 
 def _list(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant) if options.tenant else TenantId("")
-    found = _asked(env, m.TenantsQuery(tenant=tenant))
+    found = _asked(env, am.TenantsQuery(tenant=tenant))
     _print(_existing(found, tenant) if tenant else found, options.json)
     return 0
 
 
-def _existing(found: m.Tenants, tenant: TenantId) -> m.Tenants:
+def _existing(found: am.Tenants, tenant: TenantId) -> am.Tenants:
     """The answer about one tenant. Raises NotFound when there is none."""
     if not found.tenants:
         raise NotFound(f"there is no tenant {tenant!r}; ./baton keys create {tenant} makes it", param="tenant")
@@ -246,7 +246,7 @@ def _show(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
-def _print(found: m.Tenants, as_json: bool) -> None:
+def _print(found: am.Tenants, as_json: bool) -> None:
     if as_json:
         print(json.dumps([msgspec.to_builtins(tenant) for tenant in found.tenants]))
         return
@@ -258,7 +258,7 @@ def _print(found: m.Tenants, as_json: bool) -> None:
             print(f"  {key.id}  {' '.join(marks)}".rstrip())
 
 
-def _asked(env: Mapping[str, str], ask: Ask) -> m.Tenants:
+def _asked(env: Mapping[str, str], ask: Ask) -> am.Tenants:
     """Policy's answer. Raises what it raises, Unavailable when no stack runs."""
     path = state_path(env)
     if not path.is_dir() or (state := StateFolder(path)).holder() is None:
@@ -272,9 +272,9 @@ def _asked(env: Mapping[str, str], ask: Ask) -> m.Tenants:
         )
     password = read_secret_text(credentials.nats_password(subjects.ADMIN))
 
-    async def asking() -> m.Tenants:
+    async def asking() -> am.Tenants:
         async with connect_bus(server[1], subjects.ADMIN, password=password) as bus:
-            found: m.Tenants = await bus.request(subjects.POLICY_ADMIN, ask, m.Tenants, timeout_s=ASK_S)
+            found: am.Tenants = await bus.request(subjects.POLICY_ADMIN, ask, am.Tenants, timeout_s=ASK_S)
             return found
 
     return asyncio.run(asking())

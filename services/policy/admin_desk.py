@@ -8,12 +8,12 @@ from services.policy.admin import Admin
 from services.policy.records import Records
 from services.policy.tenants import OwnLimits, TenantRecord
 from shared.bus.bus import Bus, Delivery, Subscription
-from shared.contracts import messages as m
+from shared.contracts import admin_messages as am
 from shared.contracts import subjects
 from shared.contracts.errors import InvalidInput
 from shared.contracts.ids import TenantId
 
-MESSAGES = m.KeyCreate | m.KeyRevoke | m.LimitsChange | m.TenantsQuery
+MESSAGES = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery
 MAX_LIMIT = 2**53
 """What Redis' scripts count exactly."""
 
@@ -36,18 +36,18 @@ class AdminDesk:
         if self._served is not None:
             await self._served.stop()
 
-    async def answer(self, delivery: Delivery) -> m.Tenants:
+    async def answer(self, delivery: Delivery) -> am.Tenants:
         """Carry it out; the tenant as it then stands. Raises InvalidInput, Conflict, Unavailable."""
         ask = delivery.message
-        if isinstance(ask, m.KeyCreate):
+        if isinstance(ask, am.KeyCreate):
             await self._admin.create_key(ask.tenant, ask.key_id, ask.key_hash)
-        elif isinstance(ask, m.KeyRevoke):
+        elif isinstance(ask, am.KeyRevoke):
             await self._admin.revoke_key(ask.tenant, ask.key_id)
-        elif isinstance(ask, m.LimitsChange):
+        elif isinstance(ask, am.LimitsChange):
             await self._change_limits(ask)
-        return m.Tenants(tenants=await self._shown(ask.tenant))
+        return am.Tenants(tenants=await self._shown(ask.tenant))
 
-    async def _change_limits(self, ask: m.LimitsChange) -> None:
+    async def _change_limits(self, ask: am.LimitsChange) -> None:
         record = await self._records.tenant(ask.tenant)
         if record is None:
             raise InvalidInput(f"there is no tenant {ask.tenant!r}", param="tenant")
@@ -58,16 +58,16 @@ class AdminDesk:
                 raise InvalidInput(f"{name} must be 0 (no limit) to {MAX_LIMIT}", param=name)
         await self._admin.set_limits(ask.tenant, msgspec.structs.replace(record.limits, **ask.limits))
 
-    async def _shown(self, tenant: TenantId) -> tuple[m.TenantInfo, ...]:
+    async def _shown(self, tenant: TenantId) -> tuple[am.TenantInfo, ...]:
         if tenant:
             found = await self._records.tenant(tenant)
             records = [found] if found is not None else []
         else:
             records = await self._records.tenants()
-        keys: dict[TenantId, list[m.KeyInfo]] = {}
+        keys: dict[TenantId, list[am.KeyInfo]] = {}
         for key in await self._records.keys():
-            keys.setdefault(key.tenant, []).append(m.KeyInfo(key.id, key.admin, key.revoked))
-        return tuple(m.TenantInfo(record.id, tuple(keys.get(record.id, ())), _own(record)) for record in records)
+            keys.setdefault(key.tenant, []).append(am.KeyInfo(key.id, key.admin, key.revoked))
+        return tuple(am.TenantInfo(record.id, tuple(keys.get(record.id, ())), _own(record)) for record in records)
 
 
 def _own(record: TenantRecord) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shared.contracts import admin_messages as am
 from shared.contracts import batch_messages as b
 from shared.contracts import messages as m
 from shared.contracts.errors import ProtocolError
@@ -173,8 +174,8 @@ HOPS: tuple[Hop, ...] = (
         POLICY_ADMIN,
         (ADMIN,),
         ("policy",),
-        m.KeyCreate | m.KeyRevoke | m.LimitsChange | m.TenantsQuery,
-        m.Tenants,
+        am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery,
+        am.Tenants,
     ),
     Hop("policy.settle", "stream", POLICY_SETTLE, INGRESS, ("policy",), m.Settle),
     Hop(

@@ -15,6 +15,7 @@ from services.policy.tenants import OwnLimits
 from shared.bus.bus import Delivery
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.streams import AUDIT_STREAM
+from shared.contracts import admin_messages as am
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import Conflict, InvalidInput
@@ -23,15 +24,15 @@ from shared.store.redis_store import connect_redis
 from tests.servers import RedisServer
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
-Ask = m.KeyCreate | m.KeyRevoke | m.LimitsChange | m.TenantsQuery
+Ask = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery
 
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def new_key(key: str, tenant: TenantId = ACME, name: str = "first") -> m.KeyCreate:
-    return m.KeyCreate(tenant=tenant, key_id=name, key_hash=digest(key))
+def new_key(key: str, tenant: TenantId = ACME, name: str = "first") -> am.KeyCreate:
+    return am.KeyCreate(tenant=tenant, key_id=name, key_hash=digest(key))
 
 
 class Policy:
@@ -43,8 +44,8 @@ class Policy:
         self.events: list[m.PolicyEvent] = []
         self.audit: list[str] = []
 
-    async def ask(self, message: Ask) -> tuple[m.TenantInfo, ...]:
-        found: m.Tenants = await self.bus.request(subjects.POLICY_ADMIN, message, m.Tenants, timeout_s=5)
+    async def ask(self, message: Ask) -> tuple[am.TenantInfo, ...]:
+        found: am.Tenants = await self.bus.request(subjects.POLICY_ADMIN, message, am.Tenants, timeout_s=5)
         return found.tenants
 
 
@@ -69,19 +70,19 @@ async def policy(redis_server: RedisServer) -> AsyncIterator[Policy]:
 
 
 async def test_a_key_is_made_with_its_tenant_and_ended(policy: Policy) -> None:
-    assert await policy.ask(m.TenantsQuery(tenant=ACME)) == ()
+    assert await policy.ask(am.TenantsQuery(tenant=ACME)) == ()
     (made,) = await policy.ask(new_key("k1"))
-    assert made == m.TenantInfo(ACME, (m.KeyInfo("first"),))
+    assert made == am.TenantInfo(ACME, (am.KeyInfo("first"),))
     # The answer may have been lost: asking again changes nothing.
     assert await policy.ask(new_key("k1")) == (made,)
     record = await policy.records.key(digest("k1"))
     assert record is not None
     assert (record.tenant, record.admin, record.revoked) == (ACME, False, False)
-    (ended,) = await policy.ask(m.KeyRevoke(tenant=ACME, key_id="first"))
-    assert ended.keys == (m.KeyInfo("first", revoked=True),)
+    (ended,) = await policy.ask(am.KeyRevoke(tenant=ACME, key_id="first"))
+    assert ended.keys == (am.KeyInfo("first", revoked=True),)
     # A revoked key is not brought back by making it again.
     (again,) = await policy.ask(new_key("k1"))
-    assert again.keys == (m.KeyInfo("first", revoked=True),)
+    assert again.keys == (am.KeyInfo("first", revoked=True),)
     assert [event.kind for event in policy.events] == ["changed", "changed", "revoked", "changed"]
     assert policy.audit[:3] == ["key_created", "key_created", "key_revoked"]
 
@@ -99,14 +100,14 @@ async def test_names_and_keys_have_one_owner(policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("ask", "field"),
     [
-        (m.KeyCreate(tenant=TenantId("a.b"), key_id="x", key_hash=bytes(32)), "tenant"),
-        (m.KeyCreate(tenant=ACME, key_id="a/b", key_hash=bytes(32)), "key_id"),
-        (m.KeyCreate(tenant=ACME, key_id="x", key_hash=bytes(31)), "key_hash"),
-        (m.KeyRevoke(tenant=ACME, key_id="none"), "key_id"),
-        (m.LimitsChange(tenant=TenantId("nobody"), limits={}), "tenant"),
-        (m.LimitsChange(tenant=ACME, limits={"colour": 1}), "colour"),
-        (m.LimitsChange(tenant=ACME, limits={"tokens_per_minute": -1}), "tokens_per_minute"),
-        (m.LimitsChange(tenant=ACME, limits={"tokens_per_minute": 2**60}), "tokens_per_minute"),
+        (am.KeyCreate(tenant=TenantId("a.b"), key_id="x", key_hash=bytes(32)), "tenant"),
+        (am.KeyCreate(tenant=ACME, key_id="a/b", key_hash=bytes(32)), "key_id"),
+        (am.KeyCreate(tenant=ACME, key_id="x", key_hash=bytes(31)), "key_hash"),
+        (am.KeyRevoke(tenant=ACME, key_id="none"), "key_id"),
+        (am.LimitsChange(tenant=TenantId("nobody"), limits={}), "tenant"),
+        (am.LimitsChange(tenant=ACME, limits={"colour": 1}), "colour"),
+        (am.LimitsChange(tenant=ACME, limits={"tokens_per_minute": -1}), "tokens_per_minute"),
+        (am.LimitsChange(tenant=ACME, limits={"tokens_per_minute": 2**60}), "tokens_per_minute"),
     ],
 )
 async def test_what_makes_no_sense_is_refused_by_name(policy: Policy, ask: Ask, field: str) -> None:
@@ -114,13 +115,13 @@ async def test_what_makes_no_sense_is_refused_by_name(policy: Policy, ask: Ask, 
     with pytest.raises(InvalidInput) as caught:
         await policy.ask(ask)
     assert caught.value.param == field
-    assert len(await policy.ask(m.TenantsQuery())) == 1
+    assert len(await policy.ask(am.TenantsQuery())) == 1
 
 
 async def test_limits_change_one_by_one(policy: Policy) -> None:
     await policy.ask(new_key("k1"))
-    await policy.ask(m.LimitsChange(tenant=ACME, limits={"tokens_per_minute": 100, "requests_per_minute": 0}))
-    (found,) = await policy.ask(m.LimitsChange(tenant=ACME, limits={"tokens_per_minute": None}))
+    await policy.ask(am.LimitsChange(tenant=ACME, limits={"tokens_per_minute": 100, "requests_per_minute": 0}))
+    (found,) = await policy.ask(am.LimitsChange(tenant=ACME, limits={"tokens_per_minute": None}))
     assert found.limits == {"requests_per_minute": 0}
     record = await policy.records.tenant(ACME)
     assert record is not None
@@ -131,7 +132,7 @@ async def test_all_tenants_are_listed_with_their_keys(policy: Policy) -> None:
     await policy.ask(new_key("o", OTHER))
     await policy.ask(new_key("a2", ACME, "second"))
     await policy.ask(new_key("a1", ACME, "first"))
-    found = await policy.ask(m.TenantsQuery())
+    found = await policy.ask(am.TenantsQuery())
     assert [(tenant.id, [key.id for key in tenant.keys]) for tenant in found] == [
         (ACME, ["first", "second"]),
         (OTHER, ["first"]),
