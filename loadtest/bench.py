@@ -1,4 +1,5 @@
 """`./baton bench smoke | batching`: one seeded load against stacks of its own, and what clients saw of it.
+`./baton bench engine` is `loadtest/engine.py`.
 
 Configurations run in turn, round after round, never beside each other: what drifts in the machine then drifts alike for
 all of them. Every round starts a fresh stack, so that none finds another's cache.
@@ -45,6 +46,10 @@ class Plan:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; its exit code: 1 when a request failed."""
+    if list(argv[:1]) == ["engine"]:
+        from loadtest import engine  # torch: only where it is asked for
+
+        return engine.main(argv[1:])
     options = _parser().parse_args(argv)
     try:
         plan = make_plan(options)
@@ -144,7 +149,11 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton bench", description="Measure this machine with a seeded load.")
-    parser.add_argument("kind", choices=("smoke", "batching"), help="one configuration, or the three batching policies")
+    parser.add_argument(
+        "kind",
+        choices=("smoke", "batching", "engine"),
+        help="one configuration, the three batching policies, or one engine's steps (bench engine --help)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and lengths (default 1)")
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="requests a round")
     parser.add_argument("--rate", type=float, default=0.0, metavar="R", help="arrivals a second")

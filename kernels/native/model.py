@@ -141,9 +141,9 @@ class NativeModel:
         self.team.call("baton_step", self.dtype, ctypes.byref(self._struct), ctypes.byref(plan.struct))
         return logits
 
-    def sweep(self, rows: int) -> None:
-        """Every product of the model for `rows` rows and nothing else: the least a step can take, for benchmarks."""
-        self.team.call("baton_sweep", self.dtype, ctypes.byref(self._struct), rows)
+    def sweep(self, rows: int, head_rows: int) -> None:
+        """Every product of the model for so many rows and nothing else: the least a step can take, for benchmarks."""
+        self.team.call("baton_sweep", self.dtype, ctypes.byref(self._struct), rows, head_rows)
 
     def rotate(self, qkv: Tensor, plan: StepArrays, index: int = 0) -> None:
         """Rotate queries in place, rotate and store keys, store values of layer `index` of the first group: for tests.

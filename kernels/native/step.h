@@ -352,12 +352,13 @@ int NAME(baton_attention)(baton_team *team, const baton_model *model, const bato
     return NAME(run_single)(team, plans[0].items, NAME(attention_item), &attention);
 }
 
-/* Every product of the model with `rows` rows of zeros, nothing between them: what its weights cost at the least. */
+/* Every product of the model with `rows` rows of zeros, the head with `head_rows`, nothing between them: the least a
+ * step can take. */
 typedef struct {
     const baton_model *model;
     const element *x;
     void *y;
-    long rows, x_stride, y_stride;
+    long rows, head_rows, x_stride, y_stride;
 } NAME(sweep);
 
 static void NAME(sweep_program)(void *argument, baton_team *team, int thread) {
@@ -371,17 +372,25 @@ static void NAME(sweep_program)(void *argument, baton_team *team, int thread) {
         for (int j = 0; j < (last ? 1 : 4); j++) {
             const baton_linear *linear = last ? &m->head : all[j];
             if (!linear->weight) continue;
-            const NAME(product) product = {linear, s->x, s->y, s->rows, s->x_stride, s->y_stride, last ? TO_FLOATS : TO_ELEMENTS};
+            const NAME(product) product = {
+                .linear = linear,
+                .x = s->x,
+                .y = s->y,
+                .rows = last ? s->head_rows : s->rows,
+                .x_stride = s->x_stride,
+                .y_stride = s->y_stride,
+                .kind = last ? TO_FLOATS : TO_ELEMENTS,
+            };
             team_phase(team, thread, phase++, NAME(product_items)(&product), NAME(product_item), &product);
         }
     }
 }
 
-int NAME(baton_sweep)(baton_team *team, const baton_model *model, int64_t rows) {
-    if (rows < 1 || model->num_layers < 1) return BAD_LENGTHS;
+int NAME(baton_sweep)(baton_team *team, const baton_model *model, int64_t rows, int64_t head_rows) {
+    if (rows < 1 || head_rows < 0 || head_rows > rows || model->num_layers < 1) return BAD_LENGTHS;
     const long width = larger(larger(model->hidden, model->intermediate), model->q_heads * model->head_dim);
     const long qkv = (model->q_heads + 2 * model->kv_heads) * model->head_dim;
-    NAME(sweep) sweep = {.model = model, .rows = rows, .x_stride = NAME(stride)(width)};
+    NAME(sweep) sweep = {.model = model, .rows = rows, .head_rows = head_rows, .x_stride = NAME(stride)(width)};
     sweep.y_stride = larger(larger(model->hidden, model->vocab), larger(qkv, 2 * model->intermediate));
     const size_t bytes = (size_t)(rows * sweep.x_stride) * sizeof(element);
     element *x = team_memory(team, -1, GATED, bytes);
