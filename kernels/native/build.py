@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.native.cpu import Level
+from kernels.native.cpu import Level, machine_level
 
 KERNELS = Path(__file__).resolve().parents[1]
 UNITS = ("bfloat16.c", "float32.c", "threads.c", "check.c", "library.c")
@@ -48,7 +48,8 @@ class Built:
     """A library that passed its trial."""
 
     path: Path
-    id: str  # level, source and compiler: what decides its bits
+    level: str
+    id: str  # source, level and compiler: what decides its bits
 
 
 def sources() -> list[Path]:
@@ -75,6 +76,21 @@ def find_compiler(env: Mapping[str, str]) -> Compiler | None:
     return None
 
 
+def library_for_machine(folder: Path, env: Mapping[str, str]) -> Built:
+    """The library for the best level of this machine that the environment allows, built if need be.
+
+    Raises:
+        NativeUnavailable: as `ensure_library`, and where the machine has no level.
+    """
+    try:
+        level = machine_level(env)
+    except ValueError as exc:
+        raise NativeUnavailable(str(exc)) from exc
+    if level is None:
+        raise NativeUnavailable("the native kernels need a processor with AVX-512")
+    return ensure_library(folder, level, env)
+
+
 def ensure_library(folder: Path, level: Level, env: Mapping[str, str]) -> Built:
     """The library for `level`, built if `folder` has none that is whole.
 
@@ -88,12 +104,12 @@ def ensure_library(folder: Path, level: Level, env: Mapping[str, str]) -> Built:
             kept = [path for path in sorted(folder.glob(f"{prefix}*.so")) if _is_whole(path)]
             if not kept:
                 raise NativeUnavailable("no C compiler (cc, gcc or clang) to build the native kernels with")
-            return Built(kept[0], kept[0].stem)
+            return Built(kept[0], level.name, kept[0].stem)
         key = hashlib.blake2b(compiler.version.encode(), digest_size=4).hexdigest()
         path = folder / f"{prefix}{key}.so"
         if not _is_whole(path):
             _build(path, level, compiler)
-        return Built(path, path.stem)
+        return Built(path, level.name, path.stem)
 
 
 def compile_library(target: Path, level: Level, compiler: Compiler, extra: tuple[str, ...] = ()) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from kernels.native.abi import FAULTS, NO_MEMORY, TO_FLOATS, LinearStruct, declare
-from kernels.native.build import NativeUnavailable, ensure_library
-from kernels.native.cpu import machine_level
+from kernels.native.build import NativeUnavailable, library_for_machine
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -71,13 +70,7 @@ def open_library(folder: Path, env: Mapping[str, str] | None = None) -> NativeLi
         NativeUnavailable: with the reason.
     """
     env = os.environ if env is None else env
-    try:
-        level = machine_level(env)
-    except ValueError as exc:
-        raise NativeUnavailable(str(exc)) from exc
-    if level is None:
-        raise NativeUnavailable("the native kernels need a processor with AVX-512")
-    built = ensure_library(folder, level, env)
+    built = library_for_machine(folder, env)
     if built.path not in _loaded:
         try:
             functions = declare(ctypes.CDLL(str(built.path)))

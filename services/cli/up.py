@@ -18,6 +18,7 @@ from services.cli.child import ChildFailed, ChildSpec
 from services.cli.credentials import ensure_credentials
 from services.cli.detach import become_daemon_child, finish_handover, launch_detached
 from services.cli.logs import fresh_logs, keep_logs_bounded
+from services.cli.native_kernels import prepare_kernels
 from services.cli.options import up_flags, up_parser
 from services.cli.probe import first_token
 from services.cli.screen import Progress, ready_screen
@@ -159,6 +160,9 @@ async def _start(
     settings = await asyncio.to_thread(with_models, _with_tenants(settings), env, progress.say)
     models = served_models(settings)
     progress.done(", ".join(f"model {model.path}" for model in models))
+
+    if said := await asyncio.to_thread(prepare_kernels, settings, env):
+        progress.done(said)
 
     plan = StackPlan(settings, state, credentials, not settings.bus.nats_url, not settings.store.redis_url)
     plan = replace(plan, settings=await _with_servers(plan, env, supervisor))

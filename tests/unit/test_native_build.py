@@ -17,8 +17,10 @@ from kernels.native import cpu
 from kernels.native.build import Built, Compiler, NativeUnavailable, compile_library, ensure_library, find_compiler
 from kernels.native.cpu import LEVELS, VARIABLE, best_level, machine_level, parse_flags
 from kernels.native.library import open_library
+from services.cli.native_kernels import prepare_kernels
 from shared.model.decoder import load_decoder
 from shared.model.fetch import cache_dir
+from shared.settings.sections import EngineSettings, Settings, WorkersSettings
 from tests.native import require_native
 from tests.tiny_models import make_tiny_model
 
@@ -172,6 +174,21 @@ def test_native_falls_back_with_one_warning(
         "the native kernels need a processor with AVX-512; torch computes instead, more slowly"
     ]
     assert not (tmp_path / "kept").exists()
+
+
+def test_up_builds_what_its_workers_will_load(tmp_path: Path, built: Built) -> None:
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    env = {**compiler.env, "BATON_CACHE": str(tmp_path / "cache")}
+    wanted = Settings(engine=EngineSettings(kernels="native"))
+    assert prepare_kernels(Settings(), env) == ""
+    assert prepare_kernels(wanted.model_copy(update={"workers": WorkersSettings(fake=True)}), env) == ""
+    assert compiler.count() == 0
+    assert prepare_kernels(wanted, env) == f"native kernels for {built.level}"
+    assert open_library(tmp_path / "cache" / "kernels", env).id.startswith(
+        ensure_library(tmp_path / "cache" / "kernels", level(), env).id
+    )
+    assert compiler.count() == 1
+    assert prepare_kernels(wanted, {**env, VARIABLE: "none"}).endswith("torch computes instead, more slowly")
 
 
 def test_a_forced_level_nobody_knows_is_named(tmp_path: Path) -> None:

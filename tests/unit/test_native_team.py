@@ -1,0 +1,48 @@
+"""The thread team of the native kernels: more threads than cores, and threads that come late, change no result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.native.build import KERNELS, find_compiler
+
+SOURCES = [str(Path(__file__).with_name("team_test.c")), str(KERNELS / "native" / "threads.c")]
+
+
+def build(folder: Path, *flags: str) -> Path:
+    compiler = find_compiler(os.environ)
+    if compiler is None or os.uname().machine != "x86_64":
+        pytest.skip("the native kernels need a C compiler and an x86-64 processor")
+    target = folder / "team"
+    command = [compiler.path, "-std=gnu11", "-Wall", "-Werror", *flags, "-pthread", f"-I{KERNELS}", *SOURCES]
+    subprocess.run([*command, "-o", str(target)], check=True, timeout=120)
+    return target
+
+
+def run(program: Path, threads: int, runs: int) -> str:
+    done = subprocess.run([program, str(threads), str(runs)], capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, (threads, done.stdout[-2000:], done.stderr[-4000:])
+    return done.stdout
+
+
+def test_every_item_runs_once_and_in_its_phase(tmp_path: Path) -> None:
+    program = build(tmp_path, "-O2")
+    # somebody else keeps a core busy meanwhile, so that threads are taken off theirs anywhere
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            for threads in (1, 2, 3, 16):
+                assert run(program, threads, 300) == "ok\n"
+        finally:
+            other.kill()
+
+
+@pytest.mark.long
+def test_the_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
+    program = build(tmp_path, "-O1", "-g", "-fsanitize=thread")
+    for threads in (2, 3, 8):
+        assert run(program, threads, 100) == "ok\n"
