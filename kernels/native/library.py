@@ -40,7 +40,8 @@ class Team:
         self._handle = library.functions.baton_open(threads)
         if not self._handle:
             raise NativeUnavailable(f"cannot start {threads} compute threads")
-        weakref.finalize(self, library.functions.baton_close, self._handle)
+        closing = weakref.finalize(self, library.functions.baton_close, self._handle)
+        closing.atexit = False  # a thread may still be in a call when the interpreter ends
 
     def call(self, name: str, dtype: torch.dtype, *arguments: object) -> None:
         """Call `name` for elements of `dtype`.

@@ -60,7 +60,8 @@ class NativeDecoder:
         )
         self._arena = Arena(_arena_bytes(self._shape, config.num_layers, dtype, with_head))
         self._weights = weights
-        self._embedding = weights.mapped(EMBEDDING)
+        embedding = weights.mapped(EMBEDDING)
+        self._embedding = embedding.float() if embedding.dtype == torch.float64 else embedding
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
         self._final_norm = self._norm("model.norm")
         self._layers = [self._layer(i) for i in range(config.num_layers)]

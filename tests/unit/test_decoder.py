@@ -238,6 +238,13 @@ def test_greedy_tokens_equal_transformers(tiny: Path, tmp_path: Path) -> None:
     check_greedy(tiny, [random_tokens(n, 320, seed=n) for n in (1, 33)], 24, tmp_path)
 
 
+@pytest.mark.parametrize("stored", [torch.float64, torch.float16], ids=str)
+def test_native_reads_every_dtype_of_a_checkpoint(tmp_path: Path, stored: torch.dtype) -> None:
+    require_native()
+    folder = make_tiny_model(tmp_path / "tiny", dtype=stored, num_hidden_layers=2)
+    check_float32(folder, [17, 40], tmp_path, "native")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_change_no_bit(tiny: Path, tmp_path: Path, dtype: str, kernels: str) -> None:
     """Of scaled rotary embeddings and of biases too: a row depends on its position and its tokens alone."""
