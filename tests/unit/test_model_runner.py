@@ -18,7 +18,8 @@ from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepOutput, St
 from shared.kv.layout import PoolLayout
 from shared.kv.pool import Pool, create_pool
 from shared.model.config import layer_groups
-from shared.model.decoder import DTYPES, Decoder, load_decoder
+from shared.model.decoder import DTYPES, Model, load_decoder
+from tests.native import require_native
 from tests.tiny_models import GREEDY, make_tiny_model, random_tokens, sequence
 
 VOCAB = 320
@@ -32,14 +33,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(request: pytest.FixtureRequest, folder: Path) -> Decoder:
-    return load_decoder(folder, request.param)
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float32-native", "bfloat16-native"])
+def model(request: pytest.FixtureRequest, folder: Path) -> Model:
+    dtype, _, kernels = request.param.partition("-")
+    if kernels:
+        require_native()
+    return load_decoder(folder, dtype, kernels or "auto", threads=2)
 
 
-@pytest.fixture(scope="module")
-def float32_model(folder: Path) -> Decoder:
-    return load_decoder(folder, "float32")
+@pytest.fixture(scope="module", params=["auto", "native"])
+def float32_model(request: pytest.FixtureRequest, folder: Path) -> Model:
+    if request.param == "native":
+        require_native()
+    return load_decoder(folder, "float32", request.param, threads=2)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +59,7 @@ def _one_thread() -> Iterator[None]:
 class Engine:
     """A runner over a fresh pool of NaN that records every logits row."""
 
-    def __init__(self, model: Decoder, folder: Path, num_blocks: int = 80) -> None:
+    def __init__(self, model: Model, folder: Path, num_blocks: int = 80) -> None:
         dtype = next(name for name, value in DTYPES.items() if value == model.dtype)
         layout = PoolLayout(layer_groups(model.config, 32, dtype), (num_blocks,))
         self.pool: Pool = create_pool(folder, WorkerId("decode-test"), layout)
@@ -82,7 +88,7 @@ def neighbours(count: int, step: int) -> list[ScheduledSequence]:
 
 
 @pytest.fixture(scope="module")
-def whole(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, Tensor]:
+def whole(model: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, Tensor]:
     """The prompt alone in one step: every logits row, and the sequence's blocks as bytes."""
     torch.set_num_threads(1)
     with Engine(model, tmp_path_factory.mktemp("pool")) as engine:
@@ -100,7 +106,7 @@ def stored(engine: Engine, blocks: list[int]) -> Tensor:
 @pytest.mark.parametrize("chunks", [[1, 149], [16, 17, 117], [64, 64, 22], [149, 1], [50, 50, 50]], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_chunks_and_neighbours_change_no_bit(
-    model: Decoder, whole: tuple[Tensor, Tensor], chunks: list[int], threads: int, tmp_path: Path
+    model: Model, whole: tuple[Tensor, Tensor], chunks: list[int], threads: int, tmp_path: Path
 ) -> None:
     torch.set_num_threads(threads)
     expected, expected_kv = whole
@@ -117,7 +123,7 @@ def test_chunks_and_neighbours_change_no_bit(
         assert torch.equal(stored(engine, blocks), expected_kv)
 
 
-def test_any_number_of_rows_gives_the_same_bits(model: Decoder, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+def test_any_number_of_rows_gives_the_same_bits(model: Model, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     expected, _ = whole
     with Engine(model, tmp_path) as engine:
         engine.run(sequence("a", PROMPT[:100], BLOCKS, num_logits=0, sampling=None))
@@ -126,7 +132,7 @@ def test_any_number_of_rows_gives_the_same_bits(model: Decoder, whole: tuple[Ten
             assert torch.equal(engine.rows["a", 100], expected[100]), count
 
 
-def test_one_token_at_a_time(model: Decoder, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+def test_one_token_at_a_time(model: Model, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     expected, expected_kv = whole
     with Engine(model, tmp_path) as engine:
         for i, token_id in enumerate(PROMPT):
@@ -136,7 +142,7 @@ def test_one_token_at_a_time(model: Decoder, whole: tuple[Tensor, Tensor], tmp_p
         assert torch.equal(stored(engine, BLOCKS), expected_kv)
 
 
-def test_shared_blocks_are_read_and_not_written(model: Decoder, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+def test_shared_blocks_are_read_and_not_written(model: Model, whole: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     expected, _ = whole
     with Engine(model, tmp_path) as engine:
         engine.run(sequence("a", PROMPT[:64], BLOCKS, num_logits=0, sampling=None))
@@ -149,7 +155,7 @@ def test_shared_blocks_are_read_and_not_written(model: Decoder, whole: tuple[Ten
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_tokens_in_flight_equal_known_ones(float32_model: Decoder, sampling: SamplingParams, tmp_path: Path) -> None:
+def test_tokens_in_flight_equal_known_ones(float32_model: Model, sampling: SamplingParams, tmp_path: Path) -> None:
     outputs = []
     for pipelined in (False, True):
         with Engine(float32_model, tmp_path) as engine:
@@ -163,7 +169,7 @@ def test_tokens_in_flight_equal_known_ones(float32_model: Decoder, sampling: Sam
     assert outputs[0] == outputs[1]
 
 
-def test_verification_rows_sample_what_single_steps_sample(float32_model: Decoder, tmp_path: Path) -> None:
+def test_verification_rows_sample_what_single_steps_sample(float32_model: Model, tmp_path: Path) -> None:
     with Engine(float32_model, tmp_path) as engine:
         tokens = list(engine.run(sequence("a", PROMPT[:20], BLOCKS, sampling=SEEDED)).sampled[0])
         for i in range(4):
@@ -172,7 +178,7 @@ def test_verification_rows_sample_what_single_steps_sample(float32_model: Decode
         assert list(engine.run(draft).sampled[0]) == tokens
 
 
-def test_a_token_nobody_samples_is_internal(float32_model: Decoder, tmp_path: Path) -> None:
+def test_a_token_nobody_samples_is_internal(float32_model: Model, tmp_path: Path) -> None:
     with Engine(float32_model, tmp_path) as engine:
         engine.run(sequence("b", [5], [1]))
         with pytest.raises(Internal, match="a waits"):
@@ -181,7 +187,7 @@ def test_a_token_nobody_samples_is_internal(float32_model: Decoder, tmp_path: Pa
             engine.run(sequence("a", [5] * 40, [0]))
 
 
-def test_bad_rows_are_flagged_alone_and_yield_no_token(float32_model: Decoder, tmp_path: Path) -> None:
+def test_bad_rows_are_flagged_alone_and_yield_no_token(float32_model: Model, tmp_path: Path) -> None:
     with Engine(float32_model, tmp_path) as engine:
         good = engine.run(sequence("good", PROMPT[:40], [5, 6])).sampled[0]
         # block 7 was never written, so it holds NaN
@@ -197,7 +203,7 @@ def test_bad_rows_are_flagged_alone_and_yield_no_token(float32_model: Decoder, t
         assert after.sampled[0] == ()
 
 
-def test_nothing_is_sampled_without_parameters(float32_model: Decoder, tmp_path: Path) -> None:
+def test_nothing_is_sampled_without_parameters(float32_model: Model, tmp_path: Path) -> None:
     with Engine(float32_model, tmp_path) as engine:
         output = engine.run(sequence("a", PROMPT[:5], [0], num_logits=5, sampling=None))
         assert output.sampled == ((),)
@@ -206,7 +212,7 @@ def test_nothing_is_sampled_without_parameters(float32_model: Decoder, tmp_path:
         assert sorted(engine.rows) == [("a", i) for i in range(5)]
 
 
-def test_a_pool_of_another_model_is_refused(float32_model: Decoder, tmp_path: Path) -> None:
+def test_a_pool_of_another_model_is_refused(float32_model: Model, tmp_path: Path) -> None:
     (group,) = layer_groups(float32_model.config, 32, "bfloat16")
     for wrong in (group, replace(group, dtype="float32", layers=(0,))):
         with (

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,10 +9,13 @@ import torch
 
 import shared.engine.self_check as module
 from kernels.dispatch import KernelChoice, choose
+from kernels.native.model import NativeModel
 from shared.contracts.errors import SettingsError
 from shared.engine.numerics import numerics_id
 from shared.engine.self_check import run_self_check
 from shared.model.config import parse_config
+from shared.model.fetch import cache_dir
+from tests.native import require_native
 from tests.unit.test_model_config import PLAIN
 
 CONFIG = parse_config(PLAIN, Path("config.json"))
@@ -32,6 +37,35 @@ def test_a_product_that_depends_on_its_batch_is_caught(monkeypatch: pytest.Monke
     report = run_self_check(CONFIG, torch.float32, KernelChoice("reference"))
     assert not report.exact
     with pytest.raises(SettingsError, match="linear qkv"):
+        report.require_exact()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_kernels_pass(dtype: torch.dtype) -> None:
+    require_native()
+    report = run_self_check(CONFIG, dtype, choose("native", cache_dir(os.environ) / "kernels"))
+    report.require_exact()
+    assert [check.name for check in report.checks] == ["native step"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda model, rows: rows * (1 + len(rows) * 1e-7), "chunks"),
+        (lambda model, rows: rows * (1 + model.team.threads * 1e-7), "two threads"),
+        (lambda model, rows: rows if len(rows) > 1 else rows * (1 + 1e-7), "chunks of \\(1, 599\\)"),
+        (lambda model, rows: rows * float("nan"), "never written"),
+    ],
+    ids=["rows", "threads", "lone rows", "not finite"],
+)
+def test_native_kernels_that_depend_on_company_are_caught(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[NativeModel, torch.Tensor], torch.Tensor], words: str
+) -> None:
+    require_native()
+    sound = NativeModel.step
+    monkeypatch.setattr(NativeModel, "step", lambda self, *args: fault(self, sound(self, *args)))
+    report = run_self_check(CONFIG, torch.float32, choose("native", cache_dir(os.environ) / "kernels"))
+    with pytest.raises(SettingsError, match=words):
         report.require_exact()
 
 
