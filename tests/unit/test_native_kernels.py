@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from kernels.native.packed import PackedLinear, linear, pack_linear, packed_byte
 from kernels.norm import rms_norm
 from kernels.rotary import rotary, rotary_table
 from kernels.rotary.frequencies import plain
-from tests.native import DTYPES, LEVEL_NAMES, Guarded, team_of
+from shared.engine.native_check import NativeCheck
+from shared.model.config import parse_config
+from tests.native import DTYPES, LEVEL_NAMES, Guarded, library_at, team_of
+from tests.unit.test_model_config import PLAIN
 
 # relative to the sum of the magnitudes of all products
 TOLERANCE = {torch.bfloat16: 1e-6, torch.float32: 5e-7}
@@ -321,6 +325,27 @@ def test_a_query_that_is_not_a_number_gives_none(team: Team) -> None:
     result = cache.attend(0, 100)
     assert result[50, 3].isnan().all()
     assert result.isnan().sum() == result.shape[2]
+
+
+# ---------------------------------------------------------------------------------------------------------- whole steps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(50, 70, 4, 2, 16), (96, 100, 6, 1, 20), (33, 17, 3, 3, 32)], ids=str)
+def test_whole_steps_at_odd_sizes(level: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    raw = PLAIN | dict(zip(names, sizes, strict=True)) | {"vocab_size": 77}
+    assert NativeCheck(parse_config(raw, Path("config.json")), dtype, library_at(level)).difference() is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sweep_needs_rows(team: Team, dtype: torch.dtype) -> None:
+    model = make_model(team, dtype, (4, 2, 16))
+    model.sweep(13, 0)
+    model.sweep(200, 1)  # no head: not swept
+    for rows, head_rows in ((0, 0), (1, 2), (-1, -1)):
+        with pytest.raises(ValueError, match="lengths"):
+            model.sweep(rows, head_rows)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
