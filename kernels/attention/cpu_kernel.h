@@ -1,8 +1,8 @@
 /* Causal attention over the paged pool, decode, chunk and verification alike. See README.md for the order of sums.
  *
- * An item is a piece (some query tokens of one sequence) and a KV head, and for short pieces of long sequences one split
- * of 512 keys as well. Keys of a split are packed [words of a head][64] a tile, so that scores of 16 keys stand in one
- * register and no sum runs across lanes; values are packed [keys / PACK][head_dim][PACK], the linear kernel's order. */
+ * An item is a piece (some query tokens of one sequence) and a KV head, and for short pieces of long sequences one
+ * split of 512 keys as well. Keys of a split are packed [words of a head][64] a tile, so that scores of 16 keys stand
+ * in one register and no sum runs across lanes; values are packed [keys / PACK][head_dim][PACK], as weights are. */
 #ifndef BATON_ATTENTION_H
 #define BATON_ATTENTION_H
 
@@ -31,7 +31,7 @@ typedef struct {
     const query_piece *pieces;
     const int32_t *piece_of; /* [items] */
     float *partials;         /* [*, head_dim + 2]: maximum, sum, weighted values */
-    uint64_t *left;          /* per piece and KV head, splits still to come; starts at 0 for "all" */
+    uint64_t *ended;         /* [pieces, kv_heads] splits computed, of all layers so far */
     baton_team *team;
     long q_stride, y_stride, kv_heads, group, head_dim;
     float scale;
@@ -115,7 +115,8 @@ static void NAME(pack_values)(const NAME(attention) *p, const query_piece *piece
         for (long i = 0; i < d; i += LANES) {
             const __mmask16 mask = first_lanes(d - i);
             __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + i));
-            __m512i high = odd ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + i)) : _mm512_setzero_si512();
+            __m512i high = _mm512_setzero_si512();
+            if (odd) high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + i));
             _mm512_mask_storeu_epi32(to + 2 * i, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
         }
     }
@@ -315,10 +316,11 @@ static void NAME(attention_item)(const void *argument, long item, int thread) {
         return;
     }
     const long head = (item - piece->item) / piece->splits, split = (item - piece->item) % piece->splits;
-    float *partials = p->partials + (piece->partial * p->kv_heads * p->group + head * piece->splits * rows) * (p->head_dim + 2);
+    const long before = piece->partial * p->kv_heads * p->group + head * piece->splits * rows;
+    float *partials = p->partials + before * (p->head_dim + 2);
     NAME(attend_split)(p, piece, head, split, 1, thread, partials + split * size);
-    uint64_t *left = &p->left[at * p->kv_heads + head];
-    if (__atomic_add_fetch(left, 1, __ATOMIC_ACQ_REL) % (uint64_t)piece->splits) return;
+    uint64_t *ended = &p->ended[at * p->kv_heads + head];
+    if (__atomic_add_fetch(ended, 1, __ATOMIC_ACQ_REL) % (uint64_t)piece->splits) return;
     /* the last one joins them, in order */
     for (long i = 1; i < piece->splits; i++)
         for (long row = 0; row < rows; row++)

@@ -89,6 +89,8 @@ def _rounding(functions: Any) -> str:
     plain, packed = values.to(torch.bfloat16), torch.zeros(outputs * inputs, dtype=torch.bfloat16)
     sums = torch.zeros(outputs)
     team = functions.baton_open(1)
+    if not team:
+        raise OSError("no memory for a thread team")
     struct = LinearStruct(packed.data_ptr(), None, inputs, outputs)
     functions.baton_pack_bfloat16(team, plain.data_ptr(), packed.data_ptr(), outputs, inputs, 0, outputs, outputs)
     functions.baton_linear_bfloat16(

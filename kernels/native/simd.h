@@ -64,9 +64,10 @@ INLINE __m512 multiply_add(__m512 sum, __m512i a, __m512i b) {
 #ifdef __AVX512BF16__
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #else
-    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000);
-    sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)), _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
+    const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000);
+    __m512 a1 = _mm512_castsi512_ps(_mm512_and_si512(a, upper)), a0 = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
+    __m512 b1 = _mm512_castsi512_ps(_mm512_and_si512(b, upper)), b0 = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
+    return _mm512_fmadd_ps(a0, b0, _mm512_fmadd_ps(a1, b1, sum));
 #endif
 }
 #else

@@ -13,7 +13,7 @@
 #include "norm/cpu_kernel.h"
 #include "rotary/cpu_kernel.h"
 
-enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, ITEMS, PARTIALS, LEFT };
+enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, ITEMS, PARTIALS, ENDED };
 enum { LAYER_PHASES = 9, OTHER_PHASES = 3 };
 
 typedef struct {
@@ -31,7 +31,7 @@ typedef struct {
     long hidden_stride, qkv_stride, heads_stride, gated_stride;
     NAME(attention_plan) *plans; /* [groups] */
     float *partials;
-    uint64_t *left;
+    uint64_t *ended;
     long phase; /* of the thread that holds this copy */
     int thread;
 } NAME(run);
@@ -51,7 +51,8 @@ static void NAME(multiply)(NAME(run) *run, const baton_linear *linear, const ele
 
 static void NAME(normalize)(NAME(run) *run, const float *x, const float *weight, long rows) {
     const baton_model *model = run->model;
-    const NAME(norm) norm = {x, weight, run->normed, rows, model->hidden, model->hidden, run->hidden_stride, (float)model->eps};
+    const long size = model->hidden;
+    const NAME(norm) norm = {x, weight, run->normed, rows, size, size, run->hidden_stride, (float)model->eps};
     NAME(all)(run, rows, NAME(norm_item), &norm);
 }
 
@@ -117,7 +118,7 @@ static void NAME(attend)(NAME(run) *run, const baton_layer *layer) {
         .pieces = plan->pieces,
         .piece_of = plan->piece_of,
         .partials = run->partials,
-        .left = run->left,
+        .ended = run->ended,
         .team = run->team,
         .q_stride = run->qkv_stride,
         .y_stride = run->heads_stride,
@@ -158,7 +159,8 @@ static void NAME(program)(void *argument, baton_team *team, int thread) {
         }
         NAME(multiply)(run, &layer->o, heads, heads_stride, sums, hidden, rows, TO_SUM);
         NAME(normalize)(run, sums, layer->mlp_norm, rows);
-        NAME(multiply)(run, &layer->gate_up, run->normed, run->hidden_stride, run->gated, run->gated_stride, rows, TO_GATED);
+        NAME(multiply)(run, &layer->gate_up, run->normed, run->hidden_stride, run->gated, run->gated_stride, rows,
+                       TO_GATED);
         NAME(multiply)(run, &layer->down, run->gated, run->gated_stride, sums, hidden, rows, TO_SUM);
     }
     NAME(normalize)(run, sums, model->final_norm, rows);
@@ -211,9 +213,9 @@ static int NAME(plan_attention)(NAME(run) *run, NAME(attention_plan) *plans) {
     const baton_step *step = run->step;
     const long count = NAME(count_pieces)(model, step);
     query_piece *all = team_memory(run->team, -1, PIECES, (size_t)(count * step->num_groups) * sizeof(query_piece));
-    run->left = team_memory(run->team, -1, LEFT, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
-    if (!all || !run->left) return NO_MEMORY;
-    memset(run->left, 0, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
+    run->ended = team_memory(run->team, -1, ENDED, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
+    if (!all || !run->ended) return NO_MEMORY;
+    memset(run->ended, 0, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
     long partials = 0, items = 0;
     for (long g = 0; g < step->num_groups; g++)
         partials = NAME(make_pieces)(model, step, &step->groups[g], all + g * count, &items);
@@ -221,8 +223,8 @@ static int NAME(plan_attention)(NAME(run) *run, NAME(attention_plan) *plans) {
     int32_t *piece_of = team_memory(run->team, -1, ITEMS, (size_t)items * sizeof(int32_t));
     run->partials = team_memory(run->team, -1, PARTIALS, partial_bytes);
     if (!piece_of || !run->partials) return NO_MEMORY;
-    for (long i = 0; i < count; i++)
-        for (long item = all[i].item; item < (i + 1 < count ? all[i + 1].item : items); item++) piece_of[item] = (int32_t)i;
+    for (long i = 0, item = 0; i < count; i++)
+        for (const long end = i + 1 < count ? all[i + 1].item : items; item < end; item++) piece_of[item] = (int32_t)i;
     for (long g = 0; g < step->num_groups; g++) plans[g] = (NAME(attention_plan)){all + g * count, piece_of, items};
     run->plans = plans;
     return OK;
@@ -273,130 +275,4 @@ int NAME(baton_step)(baton_team *team, const baton_model *model, const baton_ste
     NAME(run) run = {.model = model, .step = step, .team = team};
     if ((code = NAME(reserve)(&run)) || (code = NAME(plan_attention)(&run, plans))) return code;
     return team_run(team, NAME(program), &run, model->num_layers * LAYER_PHASES + OTHER_PHASES) ? NO_MEMORY : OK;
-}
-
-/* ------------------------------------------------------------------- single operations: for packing, tests and checks */
-
-typedef struct {
-    long items;
-    baton_item *item;
-    const void *argument;
-} NAME(single);
-
-static void NAME(single_program)(void *argument, baton_team *team, int thread) {
-    const NAME(single) *single = argument;
-    team_phase(team, thread, 0, single->items, single->item, single->argument);
-}
-
-static int NAME(run_single)(baton_team *team, long items, baton_item *item, const void *argument) {
-    NAME(single) single = {items, item, argument};
-    return team_run(team, NAME(single_program), &single, 1) ? NO_MEMORY : OK;
-}
-
-/* Rows of a plain matrix into a packed one that is zero before; see linear/cpu_kernel.h. */
-int NAME(baton_pack)(baton_team *team, const element *from, element *to, int64_t rows, int64_t in, int64_t first,
-                     int64_t run, int64_t step) {
-    const NAME(packing) packing = {from, to, rows, in, first, run, step};
-    return NAME(run_single)(team, rows, NAME(pack_item), &packing);
-}
-
-int NAME(baton_linear)(baton_team *team, const baton_linear *linear, const element *x, void *y, int64_t rows,
-                       int64_t x_stride, int64_t y_stride, int64_t kind) {
-    const NAME(product) product = {linear, x, y, rows, x_stride, y_stride, (int)kind};
-    return NAME(run_single)(team, NAME(product_items)(&product), NAME(product_item), &product);
-}
-
-int NAME(baton_norm)(baton_team *team, const float *x, const float *weight, element *y, int64_t rows, int64_t size,
-                     double eps) {
-    const NAME(norm) norm = {x, weight, y, rows, size, size, size, (float)eps};
-    return NAME(run_single)(team, rows, NAME(norm_item), &norm);
-}
-
-/* Rotate and store layer `index` of the first group: qkv is [num_tokens, q_heads + 2 kv_heads, head_dim]. */
-int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_step *step, element *qkv, int64_t index) {
-    const int code = NAME(check)(model, step);
-    if (code) return code;
-    const baton_group *group = &step->groups[0];
-    const NAME(rotation) rotation = {qkv, model->rotary, step->positions, group->slots,
-                                     NAME(layer_tiles)(model, group, index),
-                                     (model->q_heads + 2 * model->kv_heads) * model->head_dim,
-                                     model->q_heads, model->kv_heads, model->head_dim};
-    return NAME(run_single)(team, step->num_tokens, NAME(rotation_item), &rotation);
-}
-
-/* Attention of layer `index` of the first group: q and y are [num_tokens, q_heads, head_dim]. */
-int NAME(baton_attention)(baton_team *team, const baton_model *model, const baton_step *step, const element *q,
-                          element *y, int64_t index) {
-    int code = NAME(check)(model, step);
-    if (code) return code;
-    NAME(attention_plan) plans[MAX_GROUPS];
-    NAME(run) run = {.model = model, .step = step, .team = team};
-    if ((code = NAME(reserve_attention)(team, model)) || (code = NAME(plan_attention)(&run, plans))) return code;
-    const long width = model->q_heads * model->head_dim;
-    const NAME(attention) attention = {
-        .q = q,
-        .y = y,
-        .pool = NAME(layer_tiles)(model, &step->groups[0], index),
-        .pieces = plans[0].pieces,
-        .piece_of = plans[0].piece_of,
-        .partials = run.partials,
-        .left = run.left,
-        .team = team,
-        .q_stride = width,
-        .y_stride = width,
-        .kv_heads = model->kv_heads,
-        .group = model->q_heads / model->kv_heads,
-        .head_dim = model->head_dim,
-        .scale = (float)model->scale,
-    };
-    return NAME(run_single)(team, plans[0].items, NAME(attention_item), &attention);
-}
-
-/* Every product of the model with `rows` rows of zeros, the head with `head_rows`, nothing between them: the least a
- * step can take. */
-typedef struct {
-    const baton_model *model;
-    const element *x;
-    void *y;
-    long rows, head_rows, x_stride, y_stride;
-} NAME(sweep);
-
-static void NAME(sweep_program)(void *argument, baton_team *team, int thread) {
-    const NAME(sweep) *s = argument;
-    const baton_model *m = s->model;
-    long phase = 0;
-    for (long i = 0; i <= m->num_layers; i++) {
-        const baton_layer *layer = &m->layers[i < m->num_layers ? i : 0];
-        const baton_linear *all[] = {&layer->qkv, &layer->o, &layer->gate_up, &layer->down};
-        const int last = i == m->num_layers;
-        for (int j = 0; j < (last ? 1 : 4); j++) {
-            const baton_linear *linear = last ? &m->head : all[j];
-            if (!linear->weight) continue;
-            const NAME(product) product = {
-                .linear = linear,
-                .x = s->x,
-                .y = s->y,
-                .rows = last ? s->head_rows : s->rows,
-                .x_stride = s->x_stride,
-                .y_stride = s->y_stride,
-                .kind = last ? TO_FLOATS : TO_ELEMENTS,
-            };
-            team_phase(team, thread, phase++, NAME(product_items)(&product), NAME(product_item), &product);
-        }
-    }
-}
-
-int NAME(baton_sweep)(baton_team *team, const baton_model *model, int64_t rows, int64_t head_rows) {
-    if (rows < 1 || head_rows < 0 || head_rows > rows || model->num_layers < 1) return BAD_LENGTHS;
-    const long width = larger(larger(model->hidden, model->intermediate), model->q_heads * model->head_dim);
-    const long qkv = (model->q_heads + 2 * model->kv_heads) * model->head_dim;
-    NAME(sweep) sweep = {.model = model, .rows = rows, .head_rows = head_rows, .x_stride = NAME(stride)(width)};
-    sweep.y_stride = larger(larger(model->hidden, model->vocab), larger(qkv, 2 * model->intermediate));
-    const size_t bytes = (size_t)(rows * sweep.x_stride) * sizeof(element);
-    element *x = team_memory(team, -1, GATED, bytes);
-    sweep.y = team_memory(team, -1, SUMS, (size_t)(rows * sweep.y_stride) * sizeof(float));
-    if (!x || !sweep.y) return NO_MEMORY;
-    memset(x, 0, bytes);
-    sweep.x = x;
-    return team_run(team, NAME(sweep_program), &sweep, 4 * model->num_layers + 1) ? NO_MEMORY : OK;
 }

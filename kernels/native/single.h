@@ -1,0 +1,126 @@
+/* Single operations in a run of their own: for packing, benchmarks, tests and checks. Included after step.h. */
+
+typedef struct {
+    long items;
+    baton_item *item;
+    const void *argument;
+} NAME(single);
+
+static void NAME(single_program)(void *argument, baton_team *team, int thread) {
+    const NAME(single) *single = argument;
+    team_phase(team, thread, 0, single->items, single->item, single->argument);
+}
+
+static int NAME(run_single)(baton_team *team, long items, baton_item *item, const void *argument) {
+    NAME(single) single = {items, item, argument};
+    return team_run(team, NAME(single_program), &single, 1) ? NO_MEMORY : OK;
+}
+
+/* Rows of a plain matrix into a packed one that is zero before; see linear/cpu_kernel.h. */
+int NAME(baton_pack)(baton_team *team, const element *from, element *to, int64_t rows, int64_t in, int64_t first,
+                     int64_t run, int64_t step) {
+    const NAME(packing) packing = {from, to, rows, in, first, run, step};
+    return NAME(run_single)(team, rows, NAME(pack_item), &packing);
+}
+
+int NAME(baton_linear)(baton_team *team, const baton_linear *linear, const element *x, void *y, int64_t rows,
+                       int64_t x_stride, int64_t y_stride, int64_t kind) {
+    const NAME(product) product = {linear, x, y, rows, x_stride, y_stride, (int)kind};
+    return NAME(run_single)(team, NAME(product_items)(&product), NAME(product_item), &product);
+}
+
+int NAME(baton_norm)(baton_team *team, const float *x, const float *weight, element *y, int64_t rows, int64_t size,
+                     double eps) {
+    const NAME(norm) norm = {x, weight, y, rows, size, size, size, (float)eps};
+    return NAME(run_single)(team, rows, NAME(norm_item), &norm);
+}
+
+/* Rotate and store layer `index` of the first group: qkv is [num_tokens, q_heads + 2 kv_heads, head_dim]. */
+int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_step *step, element *qkv,
+                       int64_t index) {
+    const int code = NAME(check)(model, step);
+    if (code) return code;
+    const baton_group *group = &step->groups[0];
+    const NAME(rotation) rotation = {qkv, model->rotary, step->positions, group->slots,
+                                     NAME(layer_tiles)(model, group, index),
+                                     (model->q_heads + 2 * model->kv_heads) * model->head_dim,
+                                     model->q_heads, model->kv_heads, model->head_dim};
+    return NAME(run_single)(team, step->num_tokens, NAME(rotation_item), &rotation);
+}
+
+/* Attention of layer `index` of the first group: q and y are [num_tokens, q_heads, head_dim]. */
+int NAME(baton_attention)(baton_team *team, const baton_model *model, const baton_step *step, const element *q,
+                          element *y, int64_t index) {
+    int code = NAME(check)(model, step);
+    if (code) return code;
+    NAME(attention_plan) plans[MAX_GROUPS];
+    NAME(run) run = {.model = model, .step = step, .team = team};
+    if ((code = NAME(reserve_attention)(team, model)) || (code = NAME(plan_attention)(&run, plans))) return code;
+    const long width = model->q_heads * model->head_dim;
+    const NAME(attention) attention = {
+        .q = q,
+        .y = y,
+        .pool = NAME(layer_tiles)(model, &step->groups[0], index),
+        .pieces = plans[0].pieces,
+        .piece_of = plans[0].piece_of,
+        .partials = run.partials,
+        .ended = run.ended,
+        .team = team,
+        .q_stride = width,
+        .y_stride = width,
+        .kv_heads = model->kv_heads,
+        .group = model->q_heads / model->kv_heads,
+        .head_dim = model->head_dim,
+        .scale = (float)model->scale,
+    };
+    return NAME(run_single)(team, plans[0].items, NAME(attention_item), &attention);
+}
+
+/* Every product of the model with `rows` rows of zeros, the head with `head_rows`, nothing between them: the least a
+ * step can take. */
+typedef struct {
+    const baton_model *model;
+    const element *x;
+    void *y;
+    long rows, head_rows, x_stride, y_stride;
+} NAME(sweep);
+
+static void NAME(sweep_program)(void *argument, baton_team *team, int thread) {
+    const NAME(sweep) *s = argument;
+    const baton_model *m = s->model;
+    long phase = 0;
+    for (long i = 0; i <= m->num_layers; i++) {
+        const baton_layer *layer = &m->layers[i < m->num_layers ? i : 0];
+        const baton_linear *all[] = {&layer->qkv, &layer->o, &layer->gate_up, &layer->down};
+        const int last = i == m->num_layers;
+        for (int j = 0; j < (last ? 1 : 4); j++) {
+            const baton_linear *linear = last ? &m->head : all[j];
+            if (!linear->weight) continue;
+            const NAME(product) product = {
+                .linear = linear,
+                .x = s->x,
+                .y = s->y,
+                .rows = last ? s->head_rows : s->rows,
+                .x_stride = s->x_stride,
+                .y_stride = s->y_stride,
+                .kind = last ? TO_FLOATS : TO_ELEMENTS,
+            };
+            team_phase(team, thread, phase++, NAME(product_items)(&product), NAME(product_item), &product);
+        }
+    }
+}
+
+int NAME(baton_sweep)(baton_team *team, const baton_model *model, int64_t rows, int64_t head_rows) {
+    if (rows < 1 || head_rows < 0 || head_rows > rows || model->num_layers < 1) return BAD_LENGTHS;
+    const long width = larger(larger(model->hidden, model->intermediate), model->q_heads * model->head_dim);
+    const long qkv = (model->q_heads + 2 * model->kv_heads) * model->head_dim;
+    NAME(sweep) sweep = {.model = model, .rows = rows, .head_rows = head_rows, .x_stride = NAME(stride)(width)};
+    sweep.y_stride = larger(larger(model->hidden, model->vocab), larger(qkv, 2 * model->intermediate));
+    const size_t bytes = (size_t)(rows * sweep.x_stride) * sizeof(element);
+    element *x = team_memory(team, -1, GATED, bytes);
+    sweep.y = team_memory(team, -1, SUMS, (size_t)(rows * sweep.y_stride) * sizeof(float));
+    if (!x || !sweep.y) return NO_MEMORY;
+    memset(x, 0, bytes);
+    sweep.x = x;
+    return team_run(team, NAME(sweep_program), &sweep, 4 * model->num_layers + 1) ? NO_MEMORY : OK;
+}
