@@ -1,9 +1,10 @@
 """Events to ingresses: numbered per ingress, in order, resent until seen.
 
-Numbers rise from `term << 32` over all ingresses, so that a new leader's are above the old one's, and those of an
-ingress that was given up and came back above its earlier ones. One event per ingress is under way at a time: an
-acknowledgement is cumulative, and a later event must not overtake an earlier one (a worker lost is judged by what was
-placed before).
+Numbers rise from `term << NUMBER_SHIFT` over all ingresses, so that a new leader's are above the old one's, and those of
+an ingress that was given up and came back above its earlier ones. A leader renews its lease, which raises the next
+term, far more often than once in 2**24 events, and numbers of this century's terms stay well within 64 bits. One event
+per ingress is under way at a time: an acknowledgement is cumulative, and a later event must not overtake an earlier one
+(a worker lost is judged by what was placed before).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from shared.contracts.ids import IngressId, Term
 from shared.contracts.messages import Placed, PlacementRefused, WorkerLost
 
+NUMBER_SHIFT = 24
 Event = Placed | PlacementRefused | WorkerLost
 
 
@@ -28,7 +30,7 @@ class Outbox:
     """What each ingress has still to see."""
 
     def __init__(self, term: Term, resend_s: float = 1.0) -> None:
-        self._number = int(term) << 32
+        self._number = int(term) << NUMBER_SHIFT
         self._resend_s = resend_s
         self._lanes: dict[IngressId, _Lane] = {}
 

@@ -298,7 +298,13 @@ class SchedulerService:
                 self._spawn(self._cancel_at(effect))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                log.exception("a hop failed")
+
+        task = asyncio.create_task(guarded())
         self._hops.add(task)
         task.add_done_callback(self._hops.discard)
 
@@ -347,7 +353,9 @@ class SchedulerService:
         try:
             seen = await self._bus.request(subjects.gateway_event(tell.ingress), event, m.EventsSeen, timeout_s=REPLY_S)
         except BatonError as exc:
-            log.info("event %d to %s not seen: %s", event.number, tell.ingress, exc)
+            # one that nobody takes is sent again; one that cannot be sent is a fault of ours
+            level = logging.INFO if isinstance(exc, Unavailable) else logging.ERROR
+            log.log(level, "event %d to %s not seen: %s", event.number, tell.ingress, exc)
             return
         finally:
             if token is not None:

@@ -30,8 +30,16 @@ def _decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: msgspec.Struct | bytes) -> bytes:
-    """The message's wire bytes; bytes are sent as they are, for hops that strangers with plain NATS clients use."""
-    return message if isinstance(message, bytes) else _encoder.encode(message)
+    """The message's wire bytes; bytes are sent as they are, for hops that strangers with plain NATS clients use.
+
+    Raises ProtocolError for a value the wire has no room for, such as an integer of more than 64 bits.
+    """
+    if isinstance(message, bytes):
+        return message
+    try:
+        return _encoder.encode(message)
+    except (OverflowError, msgspec.MsgspecError, TypeError) as exc:
+        raise ProtocolError(f"{type(message).__name__} does not encode: {exc}") from exc
 
 
 def decode(data: bytes, message_type: Any) -> Any:

@@ -61,6 +61,11 @@ def test_another_message_is_refused(cls: type[msgspec.Struct]) -> None:
         decode(msgspec.msgpack.encode(raw), cls)
 
 
+def test_a_number_that_does_not_fit_is_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError, match="EventsSeen does not encode"):
+        encode(m.EventsSeen(number=2**64))
+
+
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81", b"{}", b"\x80"])
 def test_rubbish_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):

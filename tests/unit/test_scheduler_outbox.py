@@ -6,10 +6,12 @@ import pytest
 
 from services.scheduler import forecast
 from services.scheduler.ingresses import IngressRegistry
-from services.scheduler.outbox import Event, Outbox
+from services.scheduler.outbox import NUMBER_SHIFT, Event, Outbox
 from services.scheduler.tombstones import Tombstones
+from shared.bus.nats_lease import REVISIONS_S
 from shared.contracts.ids import Epoch, Incarnation, IngressId, RequestId, Term, WorkerId
-from shared.contracts.messages import GatewayBeat, WorkerLost
+from shared.contracts.message import decode, encode
+from shared.contracts.messages import GatewayBeat, Placed, WorkerLost
 from shared.contracts.parts import StepModel
 from tests.unit.scheduler_support import attempt, view
 
@@ -25,7 +27,7 @@ def test_events_go_one_at_a_time_in_order_and_again_until_seen() -> None:
     for _ in range(2):
         outbox.add(A, lost)
     outbox.add(B, lost)
-    first = (3 << 32) + 1
+    first = (3 << NUMBER_SHIFT) + 1
     assert [(i, e.number) for i, e in outbox.due(0.0)] == [(A, first), (B, first + 2)]
     assert outbox.due(0.9) == []
     assert [(i, e.number) for i, e in outbox.due(1.0)] == [(A, first), (B, first + 2)]
@@ -51,9 +53,21 @@ def test_numbers_of_a_later_term_are_above() -> None:
     old, new = Outbox(Term(1)), Outbox(Term(2))
     for _ in range(1000):
         old.add(A, lost)
-    old.seen(A, (1 << 32) + 999)
+    old.seen(A, (1 << NUMBER_SHIFT) + 999)
     new.add(A, lost)
     assert new.due(0.0)[0][1].number > old.due(0.0)[0][1].number
+
+
+def test_events_of_a_term_of_this_century_can_be_sent() -> None:
+    # terms come from the wall clock, so numbers made of them are large
+    century = Term(int(4.1e9 * REVISIONS_S))
+    outbox = Outbox(century)
+    for _ in range(1000):
+        outbox.add(A, lost)
+    event = outbox.due(0.0)[0][1]
+    assert decode(encode(event), WorkerLost) == event
+    placed = attempt("r", dispatch=century << 16)
+    assert decode(encode(Placed(number=1, attempt=placed, term=century, decode_worker=WorkerId("w"))), Placed).term > 0
 
 
 def test_the_forecast_takes_the_worse_of_tokens_and_turns() -> None:
