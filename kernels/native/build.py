@@ -108,20 +108,24 @@ def ensure_library(folder: Path, level: Level, env: Mapping[str, str]) -> Built:
         key = hashlib.blake2b(compiler.version.encode(), digest_size=4).hexdigest()
         path = folder / f"{prefix}{key}.so"
         if not _is_whole(path):
-            _build(path, level, compiler)
+            try:
+                _build(path, level, compiler)
+            except OSError as exc:
+                raise NativeUnavailable(f"cannot keep the native kernels in {folder}: {exc.strerror}") from exc
         return Built(path, level.name, path.stem)
 
 
-def compile_library(target: Path, level: Level, compiler: Compiler, extra: tuple[str, ...] = ()) -> None:
+def compile_library(target: Path, level: Level, compiler: Compiler) -> None:
     """Compile all units into `target`. Raises NativeUnavailable."""
     units = [str(KERNELS / "native" / name) for name in UNITS]
-    command = [compiler.path, *FLAGS, *level.flags, *extra, f"-I{KERNELS}", *units, "-o", str(target), "-lm"]
+    command = [compiler.path, *FLAGS, *level.flags, f"-I{KERNELS}", *units, "-o", str(target), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
     except (OSError, subprocess.SubprocessError) as exc:
         raise NativeUnavailable(f"{compiler.path} does not run: {exc}") from exc
     if done.returncode:
-        fault = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        said = done.stderr.strip().splitlines() or [f"code {done.returncode}"]
+        fault = next((line for line in said if "error" in line), said[-1])
         raise NativeUnavailable(f"{compiler.path} cannot build the native kernels: {fault}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -160,6 +161,16 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, built: Built) 
     (tmp_path / "file").write_text("")
     with pytest.raises(NativeUnavailable, match="cannot keep the native kernels"):
         ensure_library(tmp_path / "file" / "kept", level(), os.environ)
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(NativeUnavailable, match="No space left"):
+        ensure_library(tmp_path / "kept", level(), compiler.env)
 
 
 def test_native_falls_back_with_one_warning(
