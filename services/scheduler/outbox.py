@@ -1,10 +1,10 @@
 """Events to ingresses: numbered per ingress, in order, resent until seen.
 
-Numbers rise from `term << NUMBER_SHIFT` over all ingresses, so that a new leader's are above the old one's, and those of
-an ingress that was given up and came back above its earlier ones. A leader renews its lease, which raises the next
-term, far more often than once in 2**24 events, and numbers of this century's terms stay well within 64 bits. One event
-per ingress is under way at a time: an acknowledgement is cumulative, and a later event must not overtake an earlier one
-(a worker lost is judged by what was placed before).
+Numbers rise from `term << NUMBER_SHIFT`: those of a new leader are above the old one's, and those of an ingress that
+was given up and came back above its earlier ones. A leader renews its lease, which raises the next term,
+far more often than once in 2**24 events, and numbers of this century's terms stay well within 64 bits. One event per
+ingress is under way at a time: an acknowledgement is cumulative, and a later event must not overtake an earlier one (a
+worker lost is judged by what was placed before).
 """
 
 from __future__ import annotations

@@ -158,6 +158,10 @@ class StreamCommit:
 
     def on_placed(self, placed: Placed, now: float) -> list[Effect]:
         """The scheduler placed an attempt."""
+        if placed.attempt == self.attempt and placed.decode_worker == self.worker:
+            self.placed = placed
+            if self.end is not None:  # its tokens were quicker, to the last of them
+                return []
         if not self._adopt(placed.attempt, placed.decode_worker, now):
             return self._refuse(placed.attempt, placed.decode_worker, now)
         self.placed = placed

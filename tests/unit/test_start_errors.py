@@ -17,7 +17,7 @@ async def main(_): raise SettingsError("model.safetensors: model.norm.weight: is
 class Outer:
     async def __aenter__(self): return None
     async def __aexit__(self, *_): return None
-runtime.service_runtime = lambda service: Outer()
+runtime.service_runtime = lambda service, **options: Outer()
 runtime.run_service("prefill", main)
 """
 

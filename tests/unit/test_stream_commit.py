@@ -281,6 +281,17 @@ def test_refusals_silence_absence_budget_and_bad_finals_end_as_errors() -> None:
     assert kinds(stream.on_record(W1, failed, 1.0)) == ["End", "SettleRequest", "AckFinal"]
 
 
+def test_a_placement_told_after_the_last_token_is_still_known() -> None:
+    stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=100.0)
+    stream.start(0.0)
+    assert "End" in kinds(stream.on_record(W1, record(0, [7], finish="stop"), 1.0))
+    assert kinds(stream.on_placed(placed(worker=W2), 1.0)) == ["SendCancel"]  # not the one that ran it
+    assert stream.placed is None
+    assert stream.on_placed(placed(path="handed_off"), 1.0) == []
+    assert stream.placed is not None
+    assert stream.placed.path == "handed_off"
+
+
 def test_a_worker_that_cannot_go_on_is_replaced() -> None:
     stream = running()
     leaving = record(0, [], finish="error", error=to_wire(Unavailable("draining")))
