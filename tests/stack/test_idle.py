@@ -19,6 +19,8 @@ IDLE_SHARE = 0.15
 """Of one core. An idle machine is held to 0.05 (docs/results/idle.txt); here others may compute, which costs too."""
 REQUESTS = 10_000
 WARM = 2_000
+POOL_BYTES = 2**16
+"""So small that the first requests fill it: blocks, their tags and the index hold as much as they ever will."""
 GROWTH_BYTES = 8 * 2**20
 """Of one process over the last 8,000 requests: 1 KB a request kept for ever would be as much."""
 
@@ -57,7 +59,8 @@ def test_an_idle_stack_sleeps(stack: Baton) -> None:
 @pytest.mark.long
 def test_ten_thousand_requests_leave_nothing_behind(own: Baton, default_model_dir: Path) -> None:
     # Given a stack of fake workers that has warmed up: pools, caches and rings are as full as they get
-    own.up("--fake")
+    own.up("--fake", "--set", f"kv.pool_bytes={POOL_BYTES}")
+    assert max(sum(worker["total_blocks"]) for worker in own.get("/baton/cluster")["workers"]) < WARM
     client = own.openai()
 
     def ask(number: int) -> None:
