@@ -182,7 +182,7 @@ def test_pairwise_covers_every_pair() -> None:
 def test_default_model_pairwise(kind: str, default_model_dir: Path, tmp_path: Path) -> None:
     dtype, _, kernels = kind.partition("-")
     model = load(default_model_dir, dtype, kernels)
-    # plain torch takes four times as long; 16 tokens still pass a block's end in most sequences
+    # plain torch takes four times as long; in 16 tokens half of the sequences still begin a new block
     prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32 if kernels else 16)
     oracle = run_cell(ORACLE, model, dtype, prompts, tmp_path, every_row=False)
     for cell in (*PAIRWISE, MODES[0]):
