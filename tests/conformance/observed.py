@@ -23,8 +23,8 @@ from tests.collector import Collector, attributes, collector
 from tests.servers import NatsServer
 from tests.stack.running import MODEL, Baton, until
 
-ALPHA, BETA = "sk-keymarker-alpha-4711", "sk-keymarker-beta-4711"
-HASTY, THRIFTY = "sk-keymarker-hasty-4711", "sk-keymarker-thrifty-4711"
+ALPHA, BETA = "sk-keymarker-alpha-tailmarker", "sk-keymarker-beta-tailmarker"
+HASTY, THRIFTY = "sk-keymarker-hasty-tailmarker", "sk-keymarker-thrifty-tailmarker"
 TENANTS: list[dict[str, Any]] = [
     {"id": "alpha-tenant", "key": ALPHA},
     {"id": "beta-tenant", "key": BETA},

@@ -254,7 +254,7 @@ async def test_op64_secrets_and_content(stack: Observed) -> None:
     stack.trace_of(**{"baton.max_tokens": 800, "baton.tenant": "alpha-tenant", "baton.epoch": 2})
     await asyncio.to_thread(recovered, stack.baton, 2)
     # Then no key, no prompt and no user is in spans, logs, metrics, on NATS or in what clients were told
-    secrets = [MARKER.encode(), MAIL.encode(), b"keymarker", b"4711"]
+    secrets = [MARKER.encode(), MAIL.encode(), b"keymarker", b"tailmarker"]
     places = {
         "spans": b"".join(stack.traces.bodies),
         "logs and stores": b"".join(path.read_bytes() for path in stack.baton.files()),
