@@ -4,10 +4,9 @@
 
 #include "native/simd.h"
 
-INLINE __m512 silu_mul(__m512 gate, __m512 up) {
-    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), gate);
-    __m512 denominator = _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(minus));
-    return _mm512_mul_ps(_mm512_div_ps(gate, denominator), up);
+INLINE lanes silu_mul(lanes gate, lanes up) {
+    lanes denominator = add(fill(1.0f), exponential(sub(zeros(), gate)));
+    return mul(divide(gate, denominator), up);
 }
 
 #endif

@@ -37,33 +37,6 @@ typedef struct {
     float scale;
 } NAME(attention);
 
-INLINE void NAME(transpose)(const __m512i in[LANES], __m512i out[LANES]) {
-    __m512i a[LANES], b[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        a[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]);
-        a[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += 4) {
-        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
-    /* b[4 i + j], 128 bits l: column 4 l + j of rows 4 i .. 4 i + 3 */
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        __m512i even01 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), odd01 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
-        __m512i even23 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
-        __m512i odd23 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
-        out[j] = _mm512_shuffle_i32x4(even01, even23, 0x88);
-        out[8 + j] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
-        out[4 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
-        out[12 + j] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
-    }
-}
-
 INLINE const element *NAME(key_row)(const NAME(attention) *p, const query_piece *piece, long head, long key) {
     const NAME(tiles_of_layer) *pool = &p->pool;
     return pool->base + piece->table[key >> pool->block_shift] * pool->block_stride + head * pool->head_stride +
@@ -75,11 +48,11 @@ INLINE void NAME(ask_for)(const NAME(attention) *p, const query_piece *piece, lo
     const long end = piece->position + piece->tokens, bytes = p->head_dim * (long)sizeof(element);
     for (long i = key; i < smaller(key + LANES, end); i++) {
         const char *values = (const char *)(NAME(key_row)(p, piece, head, i) + p->pool.value_offset);
-        for (long at = 0; at < bytes; at += 64) _mm_prefetch(values + at, _MM_HINT_T1);
+        for (long at = 0; at < bytes; at += 64) ask_outer(values + at);
     }
     for (long i = key + KEYS_AHEAD; i < smaller(key + KEYS_AHEAD + LANES, end); i++) {
         const char *keys = (const char *)NAME(key_row)(p, piece, head, i);
-        for (long at = 0; at < bytes; at += 64) _mm_prefetch(keys + at, _MM_HINT_T0);
+        for (long at = 0; at < bytes; at += 64) ask(keys + at);
     }
 }
 
@@ -94,13 +67,13 @@ static void NAME(pack_keys)(const NAME(attention) *p, const query_piece *piece, 
         for (int i = 0; i < LANES; i++)
             rows[i] = at + i < count ? NAME(key_row)(p, piece, head, first + at + i) : NULL;
         for (long w = 0; w < words; w += LANES) {
-            const __mmask16 mask = first_lanes(words - w);
-            __m512i in[LANES], out[LANES];
+            const lane_mask mask = first_lanes(words - w);
+            words16 in[LANES], out[LANES];
             for (int i = 0; i < LANES; i++)
-                in[i] = rows[i] ? _mm512_maskz_loadu_epi32(mask, rows[i] + w * PACK) : _mm512_setzero_si512();
-            NAME(transpose)(in, out);
+                in[i] = rows[i] ? load_words_part(rows[i] + w * PACK, mask) : zero_words();
+            transpose(in, out);
             const int used = (int)smaller(words - w, LANES);
-            for (int i = 0; i < used; i++) _mm512_storeu_si512(tile + (w + i) * KEY_TILE, out[i]);
+            for (int i = 0; i < used; i++) store_words(tile + (w + i) * KEY_TILE, out[i]);
         }
     }
 }
@@ -113,11 +86,11 @@ static void NAME(pack_values)(const NAME(attention) *p, const query_piece *piece
         const element *even = NAME(key_row)(p, piece, head, first + key) + offset;
         const element *odd = key + 1 < count ? NAME(key_row)(p, piece, head, first + key + 1) + offset : NULL;
         for (long i = 0; i < d; i += LANES) {
-            const __mmask16 mask = first_lanes(d - i);
-            __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + i));
-            __m512i high = _mm512_setzero_si512();
-            if (odd) high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + i));
-            _mm512_mask_storeu_epi32(to + 2 * i, mask, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            const lane_mask mask = first_lanes(d - i);
+            words16 low = load_halves(even + i, mask);
+            words16 high = zero_words();
+            if (odd) high = load_halves(odd + i, mask);
+            store_words_part(to + 2 * i, mask, or_words(low, shift_left(high, 16)));
         }
     }
 #else
@@ -129,56 +102,56 @@ static void NAME(pack_values)(const NAME(attention) *p, const query_piece *piece
 /* Scores of `rows` query rows against one packed tile of 64 keys. */
 INLINE void NAME(score_tile)(const int rows, const element *const *q, const int32_t *keys, long words, float scale,
                              float *scores) {
-    __m512 acc[TILE_QUERIES][4];
+    lanes acc[TILE_QUERIES][4];
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = acc[r][2] = acc[r][3] = _mm512_setzero_ps();
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = acc[r][2] = acc[r][3] = zeros();
     for (long w = 0; w < words; w++, keys += KEY_TILE) {
-        __m512i k0 = _mm512_loadu_si512(keys), k1 = _mm512_loadu_si512(keys + 16);
-        __m512i k2 = _mm512_loadu_si512(keys + 32), k3 = _mm512_loadu_si512(keys + 48);
+        words16 k0 = load_words(keys), k1 = load_words(keys + 16);
+        words16 k2 = load_words(keys + 32), k3 = load_words(keys + 48);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            __m512i v = word(q[r] + w * PACK);
+            words16 v = word(q[r] + w * PACK);
             acc[r][0] = multiply_add(acc[r][0], k0, v);
             acc[r][1] = multiply_add(acc[r][1], k1, v);
             acc[r][2] = multiply_add(acc[r][2], k2, v);
             acc[r][3] = multiply_add(acc[r][3], k3, v);
         }
     }
-    const __m512 factor = _mm512_set1_ps(scale);
+    const lanes factor = fill(scale);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) _mm512_storeu_ps(scores + r * SPLIT + i * LANES, _mm512_mul_ps(acc[r][i], factor));
+        for (int i = 0; i < 4; i++) store(scores + r * SPLIT + i * LANES, mul(acc[r][i], factor));
 }
 
 /* Weighted values, `columns` registers of them from d on, of `rows` rows over `groups` groups of PACK keys. */
 INLINE void NAME(value_tile)(const int rows, const int columns, const element *weights, const element *values,
                              long groups, long head_dim, long d, float *out) {
-    __m512 acc[TILE_QUERIES][4];
+    lanes acc[TILE_QUERIES][4];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int i = 0; i < columns; i++) acc[r][i] = _mm512_setzero_ps();
+        for (int i = 0; i < columns; i++) acc[r][i] = zeros();
     const element *v = values + d * PACK;
-    __mmask16 masks[4];
+    lane_mask masks[4];
 #pragma GCC unroll 4
     for (int i = 0; i < columns; i++) masks[i] = first_lanes(head_dim - d - i * LANES);
     for (long g = 0; g < groups; g++, v += head_dim * PACK) {
-        __m512i lanes[4];
+        words16 pairs[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < columns; i++) lanes[i] = _mm512_maskz_loadu_epi32(masks[i], v + i * LANES * PACK);
+        for (int i = 0; i < columns; i++) pairs[i] = load_words_part(v + i * LANES * PACK, masks[i]);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            __m512i p = word(weights + r * SPLIT + g * PACK);
+            words16 p = word(weights + r * SPLIT + g * PACK);
 #pragma GCC unroll 4
-            for (int i = 0; i < columns; i++) acc[r][i] = multiply_add(acc[r][i], lanes[i], p);
+            for (int i = 0; i < columns; i++) acc[r][i] = multiply_add(acc[r][i], pairs[i], p);
         }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < columns; i++)
-            _mm512_mask_storeu_ps(out + r * head_dim + d + i * LANES, masks[i], acc[r][i]);
+            store_part(out + r * head_dim + d + i * LANES, masks[i], acc[r][i]);
 }
 
 INLINE void NAME(value_tiles)(const int rows, const element *weights, const element *values, long groups,
@@ -214,17 +187,17 @@ static void NAME(weigh)(int rows, const element *weights, const element *values,
 
 /* Weights of the `visible` keys of a row, e^(score - maximum), and 0 up to `padded`. Returns their sum. */
 INLINE float NAME(soften)(const float *scores, long visible, long padded, element *weights, float *maximum) {
-    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    lanes top = fill(-INFINITY), total = zeros();
     for (long i = 0; i < visible; i += LANES)
-        top = _mm512_mask_max_ps(top, first_lanes(visible - i), top, _mm512_loadu_ps(scores + i));
+        top = higher_part(top, first_lanes(visible - i), load(scores + i));
     *maximum = top_lane(top);
-    const __m512 high = _mm512_set1_ps(*maximum);
+    const lanes high = fill(*maximum);
     for (long i = 0; i < padded; i += LANES) {
-        const __mmask16 mask = first_lanes(visible - i);
-        __m512 v = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(mask, scores + i), high));
-        v = rounded(_mm512_maskz_mov_ps(mask, v));
+        const lane_mask mask = first_lanes(visible - i);
+        lanes v = exponential(sub(load_part(scores + i, mask), high));
+        v = rounded(keep(mask, v));
         store_lanes(weights + i, 0xffff, v);
-        total = _mm512_add_ps(total, v);
+        total = add(total, v);
     }
     return sum_lanes(total);
 }
@@ -236,12 +209,12 @@ INLINE void NAME(join)(float *state, const float *split, long head_dim) {
     const float old = exponential_of(state[0] - top), new = exponential_of(split[0] - top);
     state[0] = top;
     state[1] = state[1] * old + split[1] * new;
-    const __m512 a = _mm512_set1_ps(old), b = _mm512_set1_ps(new);
+    const lanes a = fill(old), b = fill(new);
     for (long i = 0; i < head_dim; i += LANES) {
-        const __mmask16 mask = first_lanes(head_dim - i);
-        __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, state + 2 + i), a);
-        v = _mm512_add_ps(v, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, split + 2 + i), b));
-        _mm512_mask_storeu_ps(state + 2 + i, mask, v);
+        const lane_mask mask = first_lanes(head_dim - i);
+        lanes v = mul(load_part(state + 2 + i, mask), a);
+        v = add(v, mul(load_part(split + 2 + i, mask), b));
+        store_part(state + 2 + i, mask, v);
     }
 }
 
@@ -294,10 +267,10 @@ static void NAME(write_rows)(const NAME(attention) *p, const query_piece *piece,
     const long d = p->head_dim;
     for (long row = 0; row < piece->tokens * p->group; row++, state += d + 2) {
         element *y = p->y + (piece->row + row / p->group) * p->y_stride + (head * p->group + row % p->group) * d;
-        const __m512 total = _mm512_set1_ps(state[1]);
+        const lanes total = fill(state[1]);
         for (long i = 0; i < d; i += LANES) {
-            const __mmask16 mask = first_lanes(d - i);
-            store_lanes(y + i, mask, _mm512_div_ps(_mm512_maskz_loadu_ps(mask, state + 2 + i), total));
+            const lane_mask mask = first_lanes(d - i);
+            store_lanes(y + i, mask, divide(load_part(state + 2 + i, mask), total));
         }
     }
 }

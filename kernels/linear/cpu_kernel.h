@@ -34,20 +34,20 @@ INLINE long NAME(words)(long in) { return pieces(in, PACK); }
 /* 32 sums of `rows` rows, at most TILE_ROWS; `rows` is a constant wherever this is expanded. */
 INLINE void NAME(tile)(const int rows, const element *x, long stride, const element *w, long in,
                        float sums[TILE_ROWS][BLOCK]) {
-    __m512 acc[TILE_ROWS][2];
+    lanes acc[TILE_ROWS][2];
     const long whole = in / PACK, piece = BATON_BFLOAT16 ? whole : MAX_SUM;
     for (long begin = 0; begin < larger(whole, 1); begin += larger(piece, 1)) {
 #pragma GCC unroll 12
-        for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+        for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = zeros();
         const long end = smaller(whole, begin + piece);
         for (long k = begin; k < end; k++) {
             const char *p = (const char *)w + k * BLOCK * 4;
-            _mm_prefetch(p + PREFETCH_BYTES, _MM_HINT_T0);
-            _mm_prefetch(p + PREFETCH_BYTES + 64, _MM_HINT_T0);
-            __m512i w0 = _mm512_loadu_si512(p), w1 = _mm512_loadu_si512(p + 64);
+            ask(p + PREFETCH_BYTES);
+            ask(p + PREFETCH_BYTES + 64);
+            words16 w0 = load_words(p), w1 = load_words(p + 64);
 #pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {
-                __m512i v = word(x + m * stride + k * PACK);
+                words16 v = word(x + m * stride + k * PACK);
                 acc[m][0] = multiply_add(acc[m][0], w0, v);
                 acc[m][1] = multiply_add(acc[m][1], w1, v);
             }
@@ -57,9 +57,9 @@ INLINE void NAME(tile)(const int rows, const element *x, long stride, const elem
             const char *p = (const char *)w + whole * BLOCK * 4;
 #pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {
-                __m512i v = _mm512_set1_epi32(x[m * stride + in - 1]);
-                acc[m][0] = multiply_add(acc[m][0], _mm512_loadu_si512(p), v);
-                acc[m][1] = multiply_add(acc[m][1], _mm512_loadu_si512(p + 64), v);
+                words16 v = fill_words(x[m * stride + in - 1]);
+                acc[m][0] = multiply_add(acc[m][0], load_words(p), v);
+                acc[m][1] = multiply_add(acc[m][1], load_words(p + 64), v);
             }
         }
 #endif
@@ -67,8 +67,8 @@ INLINE void NAME(tile)(const int rows, const element *x, long stride, const elem
         for (int m = 0; m < rows; m++)
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) {
-                __m512 sum = begin ? _mm512_add_ps(_mm512_load_ps(sums[m] + h * LANES), acc[m][h]) : acc[m][h];
-                _mm512_store_ps(sums[m] + h * LANES, sum);
+                lanes sum = begin ? add(load(sums[m] + h * LANES), acc[m][h]) : acc[m][h];
+                store(sums[m] + h * LANES, sum);
             }
     }
 }
@@ -87,28 +87,28 @@ static void NAME(tiles)(int rows, const element *x, long stride, const element *
 
 /* One row's 32 sums of block `block` into y. */
 INLINE void NAME(finish)(const NAME(product) *p, long block, long row, const float *sums) {
-    __m512 v[2] = {_mm512_load_ps(sums), _mm512_load_ps(sums + LANES)};
+    lanes v[2] = {load(sums), load(sums + LANES)};
     if (p->linear->bias)
         for (int h = 0; h < 2; h++)
-            v[h] = _mm512_add_ps(v[h], _mm512_loadu_ps(p->linear->bias + block * BLOCK + h * LANES));
+            v[h] = add(v[h], load(p->linear->bias + block * BLOCK + h * LANES));
     if (p->kind == TO_GATED) {
         const long first = block * LANES;
-        const __mmask16 mask = first_lanes(p->linear->out / 2 - first);
+        const lane_mask mask = first_lanes(p->linear->out / 2 - first);
         store_lanes((element *)p->y + row * p->y_stride + first, mask, silu_mul(v[0], v[1]));
         return;
     }
     for (int h = 0; h < 2; h++) {
         const long first = block * BLOCK + h * LANES;
-        const __mmask16 mask = first_lanes(p->linear->out - first);
+        const lane_mask mask = first_lanes(p->linear->out - first);
         if (!mask) return;
         const long at = row * p->y_stride + first;
         float *y = (float *)p->y + at;
         if (p->kind == TO_ELEMENTS)
             store_lanes((element *)p->y + at, mask, v[h]);
         else if (p->kind == TO_FLOATS)
-            _mm512_mask_storeu_ps(y, mask, v[h]);
+            store_part(y, mask, v[h]);
         else
-            _mm512_mask_storeu_ps(y, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, y), v[h]));
+            store_part(y, mask, add(load_part(y, mask), v[h]));
     }
 }
 

@@ -1,12 +1,53 @@
-/* What the kernels need of an element type and an instruction set: 16 floats in a register, and the product of pairs.
+/* What the kernels need of an instruction set, 16 floats or words at a time, and of an element type.
+ *
+ * Kernels use these names and no intrinsics; simd_<level>.h gives them for one instruction set each, to the same bits
+ * (bfloat16 products excepted, below).
+ *
+ *   lanes, words16, lane_mask       16 float32; 16 words of 32 bits (or 64 bytes); the first so many of 16 lanes
+ *   first_lanes(count)              the mask of them; 0 where count <= 0: a mask is true if it has a lane
+ *   zeros() fill(x)                 lanes of 0, of x
+ *   load(p) load_part(p, mask)      floats at p, unaligned; the others 0, their memory not touched
+ *   store(p, v) store_part(p, mask, v)
+ *   keep(mask, v)                   v, the lanes outside the mask 0
+ *   add sub mul divide (a, b)
+ *   fused(a, b, c)                  a * b + c, rounded once
+ *   fused_minus(a, b, c)            c - a * b, rounded once
+ *   higher(a, b) lower(a, b)        maximum and minimum; b where either is NaN
+ *   higher_part(top, mask, v)       higher(top, v) within the mask, top outside
+ *   magnitude(v) to_whole(v)        without the sign; to the nearest whole number, ties to even
+ *   scale_by_power(v, n)            v * 2^n, rounded once, n whole and within -250 .. 250
+ *   sum_lanes(v) top_lane(v)        over the lanes, halves with halves: the same order for every row
+ *   first_lane(v)                   lane 0
+ *   exponential(v) exponential_of(x)
+ *
+ *   zero_words() fill_words(i) word(p)  words of 0, of i, of the four bytes at p
+ *   load_words(p) load_words_part(p, mask) store_words(p, w) store_words_part(p, mask, w)
+ *   bits_of(v) lanes_of(w)          the same bits
+ *   to_floats(w) to_ints(v)         int32 to float32, and to the nearest int32, ties to even
+ *   load_bytes(p, mask) store_bytes(p, mask, w)  16 int8 and their int32; what does not fit becomes -128 or 127
+ *   add_words and_words or_words (a, b), shift_left shift_right (w, bits): of 32 bits, zeros shifted in
+ *   dot_u8s8(sum, u, s)             sum + the four products u8 * s8 in each word: exact, modulo 2^32
+ *   transpose(in, out)              16 words16: out[i] word j = in[j] word i
+ *
+ *   load_halves(p, mask)            16 uint16, widened to words
+ *   store_halves(p, mask, w)        the lower 16 bits of words
+ *   load_float16(p, mask) load_bfloat16(p, mask)  as floats
+ *   to_bfloat16(v)                  in the lower halves of words; to nearest, ties to even
+ *   add_pairs(sum, a, b)            sum + the two products of bfloat16 in each word; avx512_bf16 rounds them otherwise
+ *
+ *   ask(p) ask_outer(p)             prefetch a cache line to the first, to the second level
  *
  * Included once per element type: BATON_BFLOAT16 is 1 or 0 (float32). A *word* is 32 bits of a row: two bfloat16
- * elements or one float32. `multiply_add` takes 16 words of one operand, and the same or 16 other words of the other,
- * and adds their products to 16 sums; so a sum over a row is a chain of `multiply_add` over its words, in order. */
+ * elements or one float32.
+ *
+ *   element, PACK, NAME(name)       the type, how many there are in a word, a name of its own
+ *   load_lanes(p, mask) store_lanes(p, mask, v) rounded(v)  elements as floats, and back
+ *   multiply_add(sum, a, b)         16 sums of products of a word's elements: a sum over a row is a chain of them over
+ *                                   its words, in order
+ */
 #ifndef BATON_SIMD_H
 #define BATON_SIMD_H
 
-#include <immintrin.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -14,106 +55,80 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#if BATON_BFLOAT16
-typedef uint16_t element;
-enum { PACK = 2 };
-#define NAME(name) name##_bfloat16
-#else
-typedef float element;
-enum { PACK = 1 };
-#define NAME(name) name##_float32
-#endif
-
 enum { LANES = 16 };
+
+#include "native/simd_avx512.h"
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long larger(long a, long b) { return a > b ? a : b; }
 INLINE long pieces(long count, long size) { return (count + size - 1) / size; }
 
-/* The first `count` of 16 lanes; none for a negative count. */
-INLINE __mmask16 first_lanes(long count) {
-    return count >= LANES ? (__mmask16)0xffff : count <= 0 ? (__mmask16)0 : (__mmask16)((1u << count) - 1);
-}
+INLINE void ask(const void *p) { __builtin_prefetch(p, 0, 3); }
+INLINE void ask_outer(const void *p) { __builtin_prefetch(p, 0, 2); }
 
-INLINE __m512i word(const void *p) {
+INLINE words16 word(const void *p) {
     int32_t value;
     memcpy(&value, p, sizeof value);
-    return _mm512_set1_epi32(value);
-}
-
-#if BATON_BFLOAT16
-INLINE __m512 widen(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
-INLINE __m512 load_lanes(const element *p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
-
-/* To nearest, ties to even. */
-INLINE __m256i narrow(__m512 v) {
-#ifdef __AVX512BF16__
-    return (__m256i)_mm512_cvtneps_pbh(v);
-#else
-    __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    /* the sum would turn some NaN into an infinity or a zero */
-    up = _mm512_mask_set1_epi32(up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), 0x7fc00000);
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
-#endif
-}
-INLINE void store_lanes(element *p, __mmask16 mask, __m512 v) { _mm256_mask_storeu_epi16(p, mask, narrow(v)); }
-INLINE __m512 rounded(__m512 v) { return widen(narrow(v)); }
-
-INLINE __m512 multiply_add(__m512 sum, __m512i a, __m512i b) {
-#ifdef __AVX512BF16__
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#else
-    const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000);
-    __m512 a1 = _mm512_castsi512_ps(_mm512_and_si512(a, upper)), a0 = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16));
-    __m512 b1 = _mm512_castsi512_ps(_mm512_and_si512(b, upper)), b0 = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16));
-    return _mm512_fmadd_ps(a0, b0, _mm512_fmadd_ps(a1, b1, sum));
-#endif
-}
-#else
-INLINE __m512 load_lanes(const element *p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
-INLINE void store_lanes(element *p, __mmask16 mask, __m512 v) { _mm512_mask_storeu_ps(p, mask, v); }
-INLINE __m512 rounded(__m512 v) { return v; }
-INLINE __m512 multiply_add(__m512 sum, __m512i a, __m512i b) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-}
-#endif
-
-/* Halves are added to halves: the same order for every row. */
-INLINE float sum_lanes(__m512 v) {
-    v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
-    v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
-    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
-    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
-    return _mm512_cvtss_f32(v);
-}
-
-INLINE float top_lane(__m512 v) {
-    v = _mm512_max_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
-    v = _mm512_max_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
-    v = _mm512_max_ps(v, _mm512_permute_ps(v, 0x4e));
-    v = _mm512_max_ps(v, _mm512_permute_ps(v, 0xb1));
-    return _mm512_cvtss_f32(v);
+    return fill_words(value);
 }
 
 /* e^x to about one unit in the last place: reduced by multiples of ln 2 in two parts, then a polynomial of degree 6
  * (the coefficients of Cephes' expf). 0 below -104, NaN for NaN. */
-INLINE __m512 exponential(__m512 x) {
-    /* the second operand is what comes out for a NaN */
-    x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-104.5f), x));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
+INLINE lanes exponential(lanes x) {
+    x = lower(fill(89.0f), higher(fill(-104.5f), x));
+    lanes n = to_whole(mul(x, fill(1.44269504088896341f)));
+    lanes r = fused_minus(n, fill(0.693359375f), x);
+    r = fused_minus(n, fill(-2.12194440e-4f), r);
+    lanes p = fill(1.9875691500e-4f);
+    p = fused(p, r, fill(1.3981999507e-3f));
+    p = fused(p, r, fill(8.3334519073e-3f));
+    p = fused(p, r, fill(4.1665795894e-2f));
+    p = fused(p, r, fill(1.6666665459e-1f));
+    p = fused(p, r, fill(5.0000001201e-1f));
+    p = fused(p, mul(r, r), add(r, fill(1.0f)));
+    return scale_by_power(p, n);
 }
 
-INLINE float exponential_of(float x) { return _mm512_cvtss_f32(exponential(_mm512_set1_ps(x))); }
+INLINE float exponential_of(float x) { return first_lane(exponential(fill(x))); }
+
+/* ---------------------------------------------------------------------------------------------------------- bfloat16 */
+
+INLINE lanes load_bfloat16(const void *p, lane_mask mask) { return lanes_of(shift_left(load_halves(p, mask), 16)); }
+
+#ifndef BATON_HAS_BFLOAT16
+INLINE words16 to_bfloat16(lanes v) {
+    words16 bits = bits_of(v), odd = and_words(shift_right(bits, 16), fill_words(1));
+    words16 up = add_words(bits, add_words(odd, fill_words(0x7fff)));
+    /* the sum would turn some NaN into an infinity or a zero */
+    return shift_right(or_nan(up, v), 16);
+}
+
+INLINE lanes add_pairs(lanes sum, words16 a, words16 b) {
+    const words16 upper = fill_words((int32_t)0xffff0000);
+    lanes a1 = lanes_of(and_words(a, upper)), a0 = lanes_of(shift_left(a, 16));
+    lanes b1 = lanes_of(and_words(b, upper)), b0 = lanes_of(shift_left(b, 16));
+    return fused(a0, b0, fused(a1, b1, sum));
+}
+#endif
+
+/* ------------------------------------------------------------------------------------------------------ element type */
+
+#if BATON_BFLOAT16
+typedef uint16_t element;
+enum { PACK = 2 };
+#define NAME(name) name##_bfloat16
+INLINE lanes load_lanes(const element *p, lane_mask mask) { return load_bfloat16(p, mask); }
+INLINE void store_lanes(element *p, lane_mask mask, lanes v) { store_halves(p, mask, to_bfloat16(v)); }
+INLINE lanes rounded(lanes v) { return lanes_of(shift_left(to_bfloat16(v), 16)); }
+INLINE lanes multiply_add(lanes sum, words16 a, words16 b) { return add_pairs(sum, a, b); }
+#else
+typedef float element;
+enum { PACK = 1 };
+#define NAME(name) name##_float32
+INLINE lanes load_lanes(const element *p, lane_mask mask) { return load_part(p, mask); }
+INLINE void store_lanes(element *p, lane_mask mask, lanes v) { store_part(p, mask, v); }
+INLINE lanes rounded(lanes v) { return v; }
+INLINE lanes multiply_add(lanes sum, words16 a, words16 b) { return fused(lanes_of(a), lanes_of(b), sum); }
+#endif
 
 #endif

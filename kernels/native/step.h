@@ -63,17 +63,15 @@ static void NAME(embed_item)(const void *argument, long row, int thread) {
     const long size = model->hidden, from = run->step->tokens[row] * size;
     float *to = run->sums + row * size;
     for (long i = 0; i < size; i += LANES) {
-        const __mmask16 mask = first_lanes(size - i);
-        __m512 v;
-        if (model->embedding_kind == EMBEDDING_FLOAT32) {
-            v = _mm512_maskz_loadu_ps(mask, (const float *)model->embedding + from + i);
-        } else {
-            __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)model->embedding + from + i);
-            v = model->embedding_kind == EMBEDDING_FLOAT16
-                    ? _mm512_cvtph_ps(half)
-                    : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        const lane_mask mask = first_lanes(size - i);
+        const uint16_t *half = (const uint16_t *)model->embedding + from + i;
+        lanes v;
+        switch (model->embedding_kind) {
+            case EMBEDDING_FLOAT32: v = load_part((const float *)model->embedding + from + i, mask); break;
+            case EMBEDDING_FLOAT16: v = load_float16(half, mask); break;
+            default: v = load_bfloat16(half, mask);
         }
-        _mm512_mask_storeu_ps(to + i, mask, v);
+        store_part(to + i, mask, v);
     }
 }
 

@@ -17,16 +17,16 @@ static void NAME(norm_item)(const void *argument, long row, int thread) {
     (void)thread;
     const NAME(norm) *p = argument;
     const float *x = p->x + row * p->x_stride;
-    __m512 squares = _mm512_setzero_ps();
+    lanes squares = zeros();
     for (long i = 0; i < p->size; i += LANES) {
-        __m512 v = _mm512_maskz_loadu_ps(first_lanes(p->size - i), x + i);
-        squares = _mm512_fmadd_ps(v, v, squares);
+        lanes v = load_part(x + i, first_lanes(p->size - i));
+        squares = fused(v, v, squares);
     }
-    const __m512 factor = _mm512_set1_ps(1.0f / sqrtf(sum_lanes(squares) / (float)p->size + p->eps));
+    const lanes factor = fill(1.0f / sqrtf(sum_lanes(squares) / (float)p->size + p->eps));
     for (long i = 0; i < p->size; i += LANES) {
-        const __mmask16 mask = first_lanes(p->size - i);
-        __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + i), factor);
-        store_lanes(p->y + row * p->y_stride + i, mask, _mm512_mul_ps(v, _mm512_maskz_loadu_ps(mask, p->weight + i)));
+        const lane_mask mask = first_lanes(p->size - i);
+        lanes v = mul(load_part(x + i, mask), factor);
+        store_lanes(p->y + row * p->y_stride + i, mask, mul(v, load_part(p->weight + i, mask)));
     }
 }
 

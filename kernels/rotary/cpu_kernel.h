@@ -23,11 +23,11 @@ typedef struct {
 INLINE void NAME(rotate)(const element *from, element *to, const float *cosine, const float *sine, long head_dim) {
     const long half = head_dim / 2;
     for (long i = 0; i < half; i += LANES) {
-        const __mmask16 mask = first_lanes(half - i);
-        __m512 low = load_lanes(from + i, mask), high = load_lanes(from + half + i, mask);
-        __m512 c = _mm512_maskz_loadu_ps(mask, cosine + i), s = _mm512_maskz_loadu_ps(mask, sine + half + i);
-        store_lanes(to + i, mask, _mm512_sub_ps(_mm512_mul_ps(low, c), _mm512_mul_ps(high, s)));
-        store_lanes(to + half + i, mask, _mm512_add_ps(_mm512_mul_ps(high, c), _mm512_mul_ps(low, s)));
+        const lane_mask mask = first_lanes(half - i);
+        lanes low = load_lanes(from + i, mask), high = load_lanes(from + half + i, mask);
+        lanes c = load_part(cosine + i, mask), s = load_part(sine + half + i, mask);
+        store_lanes(to + i, mask, sub(mul(low, c), mul(high, s)));
+        store_lanes(to + half + i, mask, add(mul(high, c), mul(low, s)));
     }
 }
 
