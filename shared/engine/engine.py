@@ -1,7 +1,8 @@
-"""The engine: two threads that turn a batcher's plans into steps.
+"""The engine: three threads that turn a batcher's plans into steps.
 
-    planner   owns the batcher and its block pool; runs posted commands between steps, without waiting for one
-    executor  runs the runner, one step after the other; owns nothing
+    planner    owns the batcher and its block pool; runs posted commands between steps, without waiting for one
+    executor   runs the runner, one step after the other; owns nothing
+    collector  waits for steps that a runner only launched, in their order, while the executor launches the next
 
 Everything reaches the planner through one inbox, so it sleeps when there is nothing to do and no wake-up is lost.
 """
@@ -27,11 +28,15 @@ T = TypeVar("T")
 Blocks = tuple[tuple[int, int], ...]  # (group, block id)
 
 
+PendingStep = Callable[[], StepOutput]
+"""A launched step: a call waits for its end. Called once, by the collector thread, in the order of the launches."""
+
+
 class Runner(Protocol):
     """What runs steps; called by the executor thread only."""
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Compute one step. Anything raised ends the step's sequences with an error."""
+    def run(self, plan: StepPlan) -> StepOutput | PendingStep:
+        """Compute one step, or launch it. Anything raised, here or by the wait, ends its sequences with an error."""
         ...
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
@@ -50,6 +55,13 @@ class _Done:
     plan: StepPlan
     result: StepOutput | Exception
     duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: StepPlan
+    result: StepOutput | Exception | PendingStep
+    started: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +105,17 @@ class Engine:
         self._idle_tick_s = idle_tick_s
         self._inbox: queue.SimpleQueue[_Command | _Done | _Zeroed | _Stop] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[StepPlan | Blocks | _Stop] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Launched | _Stop] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _closed against a command posted while the planner leaves
         self._closed = False
         self._stopping = False
+        self._launches = False  # the runner only launches steps
         self._zeroing = 0  # zero orders with the executor
         self._progress = 0
         self._planner = threading.Thread(target=self._plan_loop, name="engine-planner", daemon=True)
         self._executor = threading.Thread(target=self._execute_loop, name="engine-executor", daemon=True)
+        self._collector = threading.Thread(target=self._collect_loop, name="engine-collector", daemon=True)
+        self._broken: deque[tuple[int, frozenset[str]]] = deque(maxlen=batcher.config.depth + 1)
 
     @property
     def progress(self) -> int:
@@ -110,7 +126,8 @@ class Engine:
         return self._progress
 
     def start(self) -> None:
-        """Start both threads. Raises RuntimeError when called twice."""
+        """Start the threads. Raises RuntimeError when called twice."""
+        self._collector.start()
         self._executor.start()
         self._planner.start()
 
@@ -130,9 +147,10 @@ class Engine:
             return True
         deadline = time.monotonic() + timeout
         self._inbox.put(_Stop())
-        for thread in (self._planner, self._executor):
+        threads = (self._planner, self._executor, self._collector)
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not (self._planner.is_alive() or self._executor.is_alive())
+        return not any(thread.is_alive() for thread in threads)
 
     def call(self, fn: Callable[[Batcher], T]) -> Future[T]:
         """Run `fn` on the planner thread, between steps, in the order posted; never waits for a step in flight.
@@ -269,38 +287,64 @@ class Engine:
     # ------------------------------------------------------------------------------------- executor thread
 
     def _execute_loop(self) -> None:
-        broken: deque[tuple[int, frozenset[str]]] = deque(maxlen=self._batcher.config.depth + 1)
         while True:
             work = self._work.get()
             match work:
                 case _Stop():
+                    self._launched.put(work)
                     return
                 case StepPlan():
-                    done = self._run(work, broken)
-                    if isinstance(done.result, Exception):
-                        broken.append((work.step, frozenset(row.seq_id for row in work.sequences)))
-                    self._inbox.put(done)
+                    self._run(work)
                 case _:
                     self._inbox.put(self._zero(work))
 
-    def _run(self, plan: StepPlan, broken: deque[tuple[int, frozenset[str]]]) -> _Done:
+    def _run(self, plan: StepPlan) -> None:
         """Run a step without the rows that a step planned before it, and failed since, should have fed."""
         oldest = plan.step - self._batcher.config.depth
-        lost = frozenset[str]().union(*(seq_ids for step, seq_ids in broken if step >= oldest))
+        lost = frozenset[str]().union(*(seq_ids for step, seq_ids in tuple(self._broken) if step >= oldest))
         sound = tuple(i for i, row in enumerate(plan.sequences) if row.seq_id not in lost)
         started = time.perf_counter()
-        result: StepOutput | Exception
+        result: StepOutput | Exception | PendingStep
         try:
             if len(sound) == len(plan.sequences):
                 result = self._runner.run(plan)
             elif sound:
                 part = self._runner.run(replace(plan, sequences=tuple(plan.sequences[i] for i in sound)))
-                result = _widen(plan, part, sound)
+                result = _widen(plan, part, sound) if isinstance(part, StepOutput) else _widen_later(plan, part, sound)
             else:
                 result = _widen(plan, StepOutput(plan.step, ()), ())
         except Exception as exc:
             result = exc
-        return _Done(plan, result, time.perf_counter() - started)
+        if isinstance(result, Exception):
+            self._note_broken(plan)
+        self._launches = self._launches or not isinstance(result, StepOutput | Exception)
+        if self._launches:  # steps end in order, also those that never began
+            self._launched.put(_Launched(plan, result, started))
+        else:
+            assert isinstance(result, StepOutput | Exception)
+            self._inbox.put(_Done(plan, result, time.perf_counter() - started))
+
+    def _note_broken(self, plan: StepPlan) -> None:
+        self._broken.append((plan.step, frozenset(row.seq_id for row in plan.sequences)))
+
+    # ------------------------------------------------------------------------------------- collector thread
+
+    def _collect_loop(self) -> None:
+        last_end = 0.0
+        while not isinstance(launched := self._launched.get(), _Stop):
+            result = launched.result
+            if not isinstance(result, StepOutput | Exception):
+                try:
+                    result = result()
+                except Exception as exc:
+                    result = exc
+                    self._note_broken(launched.plan)
+            end = time.perf_counter()
+            # a step launched while the one before ran began when that one ended
+            self._inbox.put(_Done(launched.plan, result, end - max(launched.started, last_end)))
+            last_end = end
+
+    # ------------------------------------------------------------------------------------- executor thread
 
     def _zero(self, blocks: Blocks) -> _Zeroed:
         try:
@@ -318,3 +362,7 @@ def _widen(plan: StepPlan, part: StepOutput, sound: tuple[int, ...]) -> StepOutp
     for i, tokens in zip(sound, part.sampled, strict=True):
         sampled[i] = tokens
     return replace(part, sampled=tuple(sampled), bad_rows=frozenset(sound[i] for i in part.bad_rows))
+
+
+def _widen_later(plan: StepPlan, part: PendingStep, sound: tuple[int, ...]) -> PendingStep:
+    return lambda: _widen(plan, part(), sound)

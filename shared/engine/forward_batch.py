@@ -62,7 +62,7 @@ def build_forward_batch(plan: StepPlan, groups: Sequence[LayerGroup]) -> Forward
     if not plan.sequences:
         raise ValueError(f"step {plan.step} is empty")
     for sequence in plan.sequences:
-        _check(sequence, groups)
+        check_sequence(sequence, groups)
     num_tokens = plan.num_tokens
     padding = padded_rows(num_tokens) - num_tokens
     cu_seqlens_q = [0]
@@ -108,7 +108,8 @@ def _group_batch(plan: StepPlan, index: int, group: LayerGroup, padding: int) ->
     return GroupBatch(tables, tuple(slots) + (-1,) * padding)
 
 
-def _check(sequence: ScheduledSequence, groups: Sequence[LayerGroup]) -> None:
+def check_sequence(sequence: ScheduledSequence, groups: Sequence[LayerGroup]) -> None:
+    """Raises ValueError when a sequence's share of a step breaks the plan's contract."""
     num_tokens = len(sequence.token_ids)
     if num_tokens == 0 or not 0 <= sequence.num_logits <= num_tokens:
         raise ValueError(f"{sequence.seq_id}: {num_tokens} tokens with {sequence.num_logits} logit rows")

@@ -26,7 +26,7 @@ from shared.contracts.parts import StepModel
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.batching_policy import Batching
-from shared.engine.engine import Engine, Runner
+from shared.engine.engine import Engine, PendingStep, Runner
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fastest, fit_all
@@ -254,11 +254,13 @@ def _locked(fd: int) -> bool:
 class _ModelSteps:
     """A model's runner, and the zeroing of blocks that goes with it."""
 
-    def __init__(self, run: Callable[[StepPlan], StepOutput], zero: Callable[[int, Iterable[int]], None]) -> None:
+    def __init__(
+        self, run: Callable[[StepPlan], StepOutput | PendingStep], zero: Callable[[int, Iterable[int]], None]
+    ) -> None:
         self._run = run
         self._zero = zero
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def run(self, plan: StepPlan) -> StepOutput | PendingStep:
         return self._run(plan)
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:

@@ -12,6 +12,7 @@ from shared.model.config import ModelConfig
 from shared.model.folder import INDEX, weight_files, weight_map
 
 EMBEDDING, HEAD = TIED = "model.embed_tokens.weight", "lm_head.weight"
+MOE = "block_sparse_moe"
 FLOATS = ("F64", "F32", "F16", "BF16")
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints carry this table; it follows from the configuration."""
@@ -36,15 +37,29 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     q, kv = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
     mlp = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    shapes = _norm_shapes(config)
+    if experts := config.family.num_experts:
+        mlp = {}
+        shapes[f"{MOE}.gate.weight"] = (experts, hidden)
+        for i in range(experts):
+            shapes |= {f"{MOE}.experts.{i}.{name}.weight": (width, hidden) for name in ("w1", "w3")}
+            shapes[f"{MOE}.experts.{i}.w2.weight"] = (hidden, width)
     for block, layers, bias in (("self_attn", attention, config.attention_bias), ("mlp", mlp, config.mlp_bias)):
         for name, shape in layers.items():
             shapes[f"{block}.{name}.weight"] = shape
             if bias:
                 shapes[f"{block}.{name}.bias"] = shape[:1]
+    return shapes
+
+
+def _norm_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    family = config.family
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if family.post_norms:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (config.hidden_size,) for name in names}
+    if family.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
     return shapes
 
 

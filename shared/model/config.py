@@ -11,21 +11,22 @@ from typing import Any
 
 from shared.contracts.errors import SettingsError
 from shared.kv.layout import ITEM_BYTES, LayerGroup
+from shared.model.family import LLAMA, TIED_BY_DEFAULT, Family, parse_family
 from shared.model.fields import Fields, read_fields
 from shared.model.rope import Rope, parse_rope
 
-ARCHITECTURE = "LlamaForCausalLM"
 GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama model's sizes. Head counts are the model's; a worker's own share comes from `TensorParallel`.
+    """A model's sizes. Head counts are the model's; a worker's own share comes from `TensorParallel`.
 
     Attributes:
         max_positions: most tokens of prompt and output together, with what the rotary scaling adds.
         attention_bias, mlp_bias: whether the linear layers of attention and of the feed-forward block have biases.
         dtype: of the checkpoint, such as "bfloat16".
+        family: in what the model differs from Llama.
     """
 
     vocab_size: int
@@ -43,11 +44,12 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
+    family: Family = LLAMA
 
     @property
     def scale(self) -> float:
         """Factor of attention scores."""
-        return float(self.head_dim**-0.5)
+        return float((self.family.query_scalar or self.head_dim) ** -0.5)
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -72,7 +74,9 @@ def parse_config(raw: dict[str, Any], path: Path, eos: object = None, eos_path: 
         eos_path: the file `eos` stands in, where it is another.
     """
     fields = Fields(raw, path)
-    _refuse_unsupported(fields)
+    family = parse_family(fields)
+    if raw.get("quantization_config") is not None:
+        raise fields.error("quantization_config", "quantized checkpoints are not supported")
     hidden, num_q_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     num_kv_heads = fields.positive("num_key_value_heads", num_q_heads)
     head_dim = fields.positive("head_dim", hidden // num_q_heads)
@@ -94,11 +98,12 @@ def parse_config(raw: dict[str, Any], path: Path, eos: object = None, eos_path: 
         max_positions=rope.context(fields.positive("max_position_embeddings")),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
-        tied_embeddings=fields.flag("tie_word_embeddings"),
+        tied_embeddings=_tied(fields, family),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_eos_token_ids(eos, vocab_size, Fields(raw, eos_path or path)),
+        family=family,
     )
 
 
@@ -125,19 +130,10 @@ def layer_groups(config: ModelConfig, block_size: int, kv_dtype: str, tp_size: i
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    raw = fields.raw
-    architectures = raw.get("architectures")
-    if architectures != [ARCHITECTURE]:
-        raise fields.error("architectures", f"{architectures!r} is not supported, only [{ARCHITECTURE!r}]")
-    if raw.get("model_type", "llama") != "llama":
-        raise fields.error("model_type", f"{raw['model_type']!r} is not supported, only 'llama'")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise fields.error("hidden_act", f"{raw['hidden_act']!r} is not supported, only 'silu'")
-    if raw.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "quantized checkpoints are not supported")
-    if raw.get("sliding_window"):
-        raise fields.error("sliding_window", "is not supported")
+def _tied(fields: Fields, family: Family) -> bool:
+    if family.architecture in TIED_BY_DEFAULT and "tie_word_embeddings" not in fields.raw:
+        return True
+    return fields.flag("tie_word_embeddings")
 
 
 def _eos_token_ids(eos: object, vocab_size: int, fields: Fields) -> tuple[int, ...]:

@@ -1,0 +1,240 @@
+"""A step plan as one buffer of words: what a device reads in a single copy.
+
+A pure function of the plan; the buffer's parts lie at places that follow from the step's shape alone, so that a graph
+captured for a shape finds them again. Knows nothing about devices, weights or pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.contracts.sampling import SamplingParams
+from shared.engine.forward_batch import check_sequence
+from shared.engine.step_plan import IN_FLIGHT, StepPlan
+from shared.kv.layout import LayerGroup
+
+Words = npt.NDArray[np.int32]
+ROW_MULTIPLE = 16
+"""Rows of a step are padded to a multiple of this: one specialization of kernels, and matrix products like it."""
+ALIGN_WORDS = 4
+"""Parts begin at 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How many of everything a step's buffer holds, padding included."""
+
+    num_rows: int
+    num_seqs: int
+    num_logits: int
+    num_groups: int
+    max_blocks: int  # columns of the block tables sent
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the buffer."""
+
+    begin: int  # in words
+    words: int
+    dtype: type[np.generic]
+    shape: tuple[int, ...]
+
+
+def parts_of(shape: StepShape) -> dict[str, Part]:
+    """The places of a buffer's parts. Block tables are last: their size moves nothing else.
+
+    token_ids      [num_rows]      0 where in flight or padding
+    token_source   [num_rows]      row of the last step's samples a token in flight comes from; -1 = token_ids has it
+    positions      [num_rows]      absolute
+    cu_seqlens_q   [num_seqs + 1]  padding sequences have no rows
+    seq_lens       [num_seqs]      tokens visible to each sequence's last row; 0 for padding
+    logit_rows     [num_logits]    row 0 for padding
+    temperature, top_k, top_p, seed, draw_position  [num_logits]; greedy for padding
+    slots.<g>      [num_rows]      of group g; -1 = do not store
+    tables.<g>     [num_seqs, max_blocks]
+    """
+    rows, seqs, logits = shape.num_rows, shape.num_seqs, shape.num_logits
+    wanted: list[tuple[str, type[np.generic], tuple[int, ...]]] = [
+        ("seed", np.int64, (logits,)),
+        ("draw_position", np.int64, (logits,)),
+        ("temperature", np.float32, (logits,)),
+        ("top_p", np.float32, (logits,)),
+        ("top_k", np.int32, (logits,)),
+        ("logit_rows", np.int32, (logits,)),
+        ("token_ids", np.int32, (rows,)),
+        ("token_source", np.int32, (rows,)),
+        ("positions", np.int32, (rows,)),
+        ("cu_seqlens_q", np.int32, (seqs + 1,)),
+        ("seq_lens", np.int32, (seqs,)),
+    ]
+    wanted += [(f"slots.{g}", np.int32, (rows,)) for g in range(shape.num_groups)]
+    wanted += [(f"tables.{g}", np.int32, (seqs, shape.max_blocks)) for g in range(shape.num_groups)]
+    parts, begin = {}, 0
+    for name, dtype, size in wanted:
+        words = int(np.prod(size)) * np.dtype(dtype).itemsize // 4
+        parts[name] = Part(begin, words, dtype, size)
+        begin += -(-words // ALIGN_WORDS) * ALIGN_WORDS
+    return parts
+
+
+def buffer_words(shape: StepShape) -> int:
+    """Words of a buffer of that shape."""
+    last = list(parts_of(shape).values())[-1]
+    return last.begin + last.words
+
+
+def views(buffer: Words, parts: Mapping[str, Part]) -> dict[str, npt.NDArray[np.generic]]:
+    """The parts of `buffer`, to be written."""
+    return {
+        name: buffer[part.begin : part.begin + part.words].view(part.dtype).reshape(part.shape)
+        for name, part in parts.items()
+    }
+
+
+def shape_of(plan: StepPlan, groups: Sequence[LayerGroup], buckets: Sequence[int]) -> StepShape:
+    """The smallest shape that holds a plan.
+
+    Args:
+        buckets: sequence counts, ascending; rows of a decode step and sequences are padded to one of them.
+    """
+    num_seqs = pad_to(len(plan.sequences), buckets)
+    num_logits = sum(sequence.num_logits for sequence in plan.sequences)
+    if is_decode(plan):
+        rows, logits = num_seqs, num_seqs
+    else:
+        rows = -(-plan.num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+        logits = pad_to(num_logits, buckets) if num_logits else 0
+    longest = max(len(table) for sequence in plan.sequences for table in sequence.block_tables)
+    return StepShape(rows, num_seqs, logits, len(groups), 1 << max(longest - 1, 0).bit_length())
+
+
+def is_decode(plan: StepPlan) -> bool:
+    """True for a step of one row and one draw a sequence: what graphs are captured for."""
+    return all(len(s.token_ids) == 1 and s.num_logits == 1 and s.sampling is not None for s in plan.sequences)
+
+
+def pad_to(count: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `count`; beyond the largest, a multiple of it."""
+    for bucket in buckets:
+        if count <= bucket:
+            return bucket
+    return -(-count // buckets[-1]) * buckets[-1]
+
+
+def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then every 8 to 32, every 16 to 128, every 32 beyond, up to the first that holds `max_num_seqs`."""
+    buckets = [1, 2, 4, 8]
+    while buckets[-1] < max_num_seqs:
+        step = 8 if buckets[-1] < 32 else 16 if buckets[-1] < 128 else 32
+        buckets.append(buckets[-1] + step)
+    return tuple(bucket for i, bucket in enumerate(buckets) if i == 0 or buckets[i - 1] < max_num_seqs)
+
+
+class BatchWriter:
+    """Fills one buffer again and again. Remembers which block tables stand in it, so that unchanged rows cost nothing.
+
+    Not for two threads at once.
+    """
+
+    def __init__(self, buffer: Words, groups: Sequence[LayerGroup]) -> None:
+        self._buffer = buffer
+        self._groups = tuple(groups)
+        self._shape: StepShape | None = None
+        self._parts: dict[str, npt.NDArray[np.generic]] = {}
+        self._tables: list[list[tuple[int, ...]]] = []
+
+    def write(self, plan: StepPlan, shape: StepShape, samples: Mapping[str, tuple[int, int]]) -> None:
+        """Lay the plan out.
+
+        Args:
+            samples: per sequence the first row and the number of the tokens the last step drew for it.
+
+        Raises:
+            ValueError: the plan breaks its contract, or waits for a token that the last step did not draw.
+        """
+        if shape != self._shape:
+            self._shape = shape
+            self._parts = views(self._buffer, parts_of(shape))
+            self._tables = [[()] * shape.num_seqs for _ in self._groups]
+        for sequence in plan.sequences:
+            check_sequence(sequence, self._groups)
+        self._write_rows(plan, samples)
+        self._write_sampling(plan)
+        for g, group in enumerate(self._groups):
+            self._write_group(plan, g, group)
+
+    def _write_rows(self, plan: StepPlan, samples: Mapping[str, tuple[int, int]]) -> None:
+        token_ids: list[int] = []
+        sources: list[int] = []
+        ends = [0]
+        for sequence in plan.sequences:
+            count = len(sequence.token_ids)
+            ends.append(ends[-1] + count)
+            if sequence.token_ids[-1] != IN_FLIGHT:
+                token_ids.extend(sequence.token_ids)
+                sources.extend([-1] * count)
+                continue
+            first, drawn = samples.get(sequence.seq_id, (0, 0))
+            for i, token_id in enumerate(sequence.token_ids):
+                if token_id == IN_FLIGHT and count - i > drawn:
+                    raise ValueError(f"step {plan.step}: {sequence.seq_id} waits for a token that no step samples")
+                token_ids.append(max(token_id, 0))
+                sources.append(first + drawn - (count - i) if token_id == IN_FLIGHT else -1)
+        self._fill("token_ids", token_ids, 0)
+        self._fill("token_source", sources, -1)
+        starts = [sequence.start for sequence in plan.sequences]
+        counts = np.diff(ends)
+        rows = np.arange(ends[-1]) - np.repeat(ends[:-1], counts) + np.repeat(starts, counts)
+        self._fill("positions", rows, 0)
+        self._fill("cu_seqlens_q", ends, ends[-1])
+        self._fill("seq_lens", starts + counts, 0)
+
+    def _write_sampling(self, plan: StepPlan) -> None:
+        logit_rows: list[int] = []
+        draws: list[tuple[float, float, int, int, int]] = []
+        end = 0
+        for sequence in plan.sequences:
+            end += len(sequence.token_ids)
+            first = end - sequence.num_logits
+            logit_rows.extend(range(first, end))
+            params = sequence.sampling or _GREEDY
+            last = sequence.start + len(sequence.token_ids)
+            seed = params.seed & (2**64 - 1)
+            seed -= (seed >> 63) << 64  # the same bits, signed
+            draws.extend(
+                (params.temperature, params.top_p, params.top_k, seed, last - sequence.num_logits + 1 + i)
+                for i in range(sequence.num_logits)
+            )
+        columns = list(zip(*draws, strict=True)) if draws else [()] * 5
+        self._fill("logit_rows", logit_rows, 0)
+        names = ("temperature", "top_p", "top_k", "seed", "draw_position")
+        for name, column, padding in zip(names, columns, (0, 1, 0, 0, 0), strict=True):
+            self._fill(name, column, padding)
+
+    def _write_group(self, plan: StepPlan, g: int, group: LayerGroup) -> None:
+        tables, known = self._parts[f"tables.{g}"], self._tables[g]
+        size = group.block_size
+        slots: list[int] = []
+        for i, sequence in enumerate(plan.sequences):
+            table = sequence.block_tables[g]
+            if known[i] != table:
+                tables[i, : len(table)] = table
+                tables[i, len(table) :] = 0
+                known[i] = table
+            for position in range(sequence.start, sequence.start + len(sequence.token_ids)):
+                stored = position >= sequence.stored_from
+                slots.append(table[position // size] * size + position % size if stored else -1)
+        self._fill(f"slots.{g}", slots, -1)
+
+    def _fill(self, name: str, values: Sequence[float] | npt.NDArray[np.generic], padding: float) -> None:
+        part = self._parts[name]
+        part[: len(values)] = values
+        part[len(values) :] = padding
+
+
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

@@ -1,0 +1,147 @@
+"""A model's weights on a device, joined as its kernels read them. Knows names and shapes; computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shared.model.checkpoint import EMBEDDING, HEAD, MOE
+from shared.model.config import ModelConfig
+
+
+class TensorSource(Protocol):
+    """Where tensors come from by their names in a checkpoint: an open checkpoint, or something made up."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer: y = x weight^T + bias."""
+
+    weight: Tensor  # [out_features, in_features]
+    bias: Tensor | None = None  # [out_features]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture's feed-forward blocks and the router that picks among them."""
+
+    router: Tensor  # [num_experts, hidden]
+    gate_up: Tensor  # [num_experts, 2 * width, hidden], gate first
+    down: Tensor  # [num_experts, hidden, width]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Norms that a family lacks are None."""
+
+    attention_norm: Tensor
+    qkv: Matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Matrix
+    after_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Matrix | None  # None: a mixture
+    down: Matrix | None
+    experts: Experts | None
+    after_mlp_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeights:
+    """A whole model. `head` is None for one who only makes KV, and the embedding itself where the two are tied."""
+
+    embedding: Tensor  # [vocab_size, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [hidden]
+    head: Tensor | None  # [vocab_size, hidden]
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a step of few rows reads: all but the embedding, of which it reads a row a token."""
+        layers = sum(_bytes(layer) for layer in self.layers)
+        return layers + sum(tensor.nbytes for tensor in (self.norm, self.head) if tensor is not None)
+
+
+def load_weights(
+    config: ModelConfig, source: TensorSource, device: torch.device, dtype: torch.dtype, with_head: bool = True
+) -> DeviceWeights:
+    """Copy a model to the device, tensor by tensor: at no time is more than one of them on the host."""
+    loader = _Loader(config, source, device, dtype)
+    embedding = loader.tensor(EMBEDDING)
+    layers = tuple(loader.layer(i) for i in range(config.num_layers))
+    head = None
+    if with_head:
+        head = embedding if config.tied_embeddings else loader.tensor(HEAD)
+    return DeviceWeights(embedding, layers, loader.tensor("model.norm.weight"), head)
+
+
+class _Loader:
+    def __init__(self, config: ModelConfig, source: TensorSource, device: torch.device, dtype: torch.dtype) -> None:
+        self._config = config
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+
+    def tensor(self, *names: str) -> Tensor:
+        """Tensors joined along their first dimension."""
+        # a copy: what was read is part of its file's mapping, and would keep all of it
+        parts = [self._source[name].to(self._device, self._dtype, copy=True) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def matrix(self, bias: bool, *names: str) -> Matrix:
+        weight = self.tensor(*(f"{name}.weight" for name in names))
+        return Matrix(weight, self.tensor(*(f"{name}.bias" for name in names)) if bias else None)
+
+    def layer(self, index: int) -> LayerWeights:
+        config, family = self._config, self._config.family
+        prefix = f"model.layers.{index}"
+        qkv = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
+        mixture = family.num_experts > 0
+        mlp = [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+        def norm(name: str, there: bool = True) -> Tensor | None:
+            return self.tensor(f"{prefix}.{name}.weight") if there else None
+
+        def required(name: str) -> Tensor:
+            return self.tensor(f"{prefix}.{name}.weight")
+
+        before_mlp = "pre_feedforward_layernorm" if family.post_norms else "post_attention_layernorm"
+        return LayerWeights(
+            attention_norm=required("input_layernorm"),
+            qkv=self.matrix(config.attention_bias, *qkv),
+            q_norm=norm("self_attn.q_norm", family.qk_norm),
+            k_norm=norm("self_attn.k_norm", family.qk_norm),
+            o=self.matrix(config.attention_bias, f"{prefix}.self_attn.o_proj"),
+            after_attention_norm=norm("post_attention_layernorm", family.post_norms),
+            mlp_norm=required(before_mlp),
+            gate_up=None if mixture else self.matrix(config.mlp_bias, *mlp[:2]),
+            down=None if mixture else self.matrix(config.mlp_bias, mlp[2]),
+            experts=self._experts(f"{prefix}.{MOE}") if mixture else None,
+            after_mlp_norm=norm("post_feedforward_layernorm", family.post_norms),
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        config, count = self._config, self._config.family.num_experts
+        width, hidden = config.intermediate_size, config.hidden_size
+        gate_up = torch.empty(count, 2 * width, hidden, dtype=self._dtype, device=self._device)
+        down = torch.empty(count, hidden, width, dtype=self._dtype, device=self._device)
+        for i in range(count):
+            expert = f"{prefix}.experts.{i}"
+            gate_up[i, :width].copy_(self._source[f"{expert}.w1.weight"])
+            gate_up[i, width:].copy_(self._source[f"{expert}.w3.weight"])
+            down[i].copy_(self._source[f"{expert}.w2.weight"])
+        return Experts(self.tensor(f"{prefix}.gate.weight"), gate_up, down)
+
+
+def _bytes(part: object) -> int:
+    """Bytes of all tensors in a dataclass of them."""
+    if isinstance(part, Tensor):
+        return part.nbytes
+    names = getattr(part, "__slots__", ())
+    return sum(_bytes(getattr(part, name)) for name in names)
