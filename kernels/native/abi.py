@@ -10,6 +10,7 @@ from ctypes import Structure, c_double, c_int, c_int64, c_void_p
 from typing import Any
 
 DTYPES = ("bfloat16", "float32")
+FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4 = range(3)
 TO_ELEMENTS, TO_SUM, TO_GATED, TO_FLOATS = range(4)
 EMBEDDING_KINDS = ("float32", "bfloat16", "float16")
 BLOCK = 32
@@ -32,7 +33,15 @@ FAULTS = {
 
 
 class LinearStruct(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("in_features", c_int64), ("out_features", c_int64))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("scales", c_void_p),
+        ("format", c_int64),
+        ("group", c_int64),
+    )
 
 
 class LayerStruct(Structure):

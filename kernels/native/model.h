@@ -6,10 +6,14 @@
 
 #include <stdint.h>
 
+enum { FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4 };
+
 typedef struct {
-    const void *weight; /* packed elements, see linear/cpu_kernel.h; NULL where a model has none */
+    const void *weight; /* packed as the format says, see linear/; NULL where a model has none */
     const float *bias;  /* [outputs rounded up to 32] in the packed order, or NULL */
     int64_t in, out;    /* `out` counts gates and ups both */
+    const void *scales; /* of integer formats */
+    int64_t format, group; /* and, of integer formats: inputs that share a scale, 32, 64 or 128 */
 } baton_linear;
 
 typedef struct {
