@@ -32,7 +32,7 @@ class StepShape:
     num_seqs: int
     num_logits: int
     num_groups: int
-    max_blocks: int  # columns of the block tables sent
+    max_blocks: int  # columns of the block tables sent; 0 = none are
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def parts_of(shape: StepShape) -> dict[str, Part]:
         ("seed", np.int64, (logits,)),
         ("draw_position", np.int64, (logits,)),
         ("temperature", np.float32, (logits,)),
-        ("top_p", np.float32, (logits,)),
+        ("top_p", np.float64, (logits,)),
         ("top_k", np.int32, (logits,)),
         ("logit_rows", np.int32, (logits,)),
         ("token_ids", np.int32, (rows,)),
@@ -96,21 +96,23 @@ def views(buffer: Words, parts: Mapping[str, Part]) -> dict[str, npt.NDArray[np.
     }
 
 
-def shape_of(plan: StepPlan, groups: Sequence[LayerGroup], buckets: Sequence[int]) -> StepShape:
-    """The smallest shape that holds a plan.
+def decode_shape(plan: StepPlan, groups: Sequence[LayerGroup], max_len: int, bucket: int) -> StepShape:
+    """The shape of a decode step of `bucket` sequences, its block tables sent. No sequence is longer than `max_len`."""
+    longest = max(sequence.start + 1 for sequence in plan.sequences)
+    needed = max(group.blocks_for(longest) for group in groups)
+    most = min(group.blocks_for(max_len) for group in groups)
+    return StepShape(bucket, bucket, bucket, len(groups), min(1 << (needed - 1).bit_length(), most))
 
-    Args:
-        buckets: sequence counts, ascending; rows of a decode step and sequences are padded to one of them.
-    """
-    num_seqs = pad_to(len(plan.sequences), buckets)
+
+def mixed_shape(plan: StepPlan, num_groups: int) -> StepShape:
+    """The shape of any other step. Block tables are not sent: attention is planned on the host, and brings them."""
     num_logits = sum(sequence.num_logits for sequence in plan.sequences)
-    if is_decode(plan):
-        rows, logits = num_seqs, num_seqs
-    else:
-        rows = -(-plan.num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
-        logits = pad_to(num_logits, buckets) if num_logits else 0
-    longest = max(len(table) for sequence in plan.sequences for table in sequence.block_tables)
-    return StepShape(rows, num_seqs, logits, len(groups), 1 << max(longest - 1, 0).bit_length())
+    return StepShape(padded(plan.num_tokens), len(plan.sequences), padded(num_logits), num_groups, 0)
+
+
+def padded(count: int) -> int:
+    """Rows that `count` rows are padded to."""
+    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def is_decode(plan: StepPlan) -> bool:
@@ -118,32 +120,32 @@ def is_decode(plan: StepPlan) -> bool:
     return all(len(s.token_ids) == 1 and s.num_logits == 1 and s.sampling is not None for s in plan.sequences)
 
 
-def pad_to(count: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `count`; beyond the largest, a multiple of it."""
-    for bucket in buckets:
-        if count <= bucket:
-            return bucket
-    return -(-count // buckets[-1]) * buckets[-1]
-
-
 def decode_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then every 8 to 32, every 16 to 128, every 32 beyond, up to the first that holds `max_num_seqs`."""
-    buckets = [1, 2, 4, 8]
+    """Sequence counts decode steps are padded to: 1, 2, 4, 8, every 8 to 32, every 16 to 128, every 32 beyond.
+
+    Up to the first that holds `max_num_seqs`.
+    """
+    buckets = [1]
     while buckets[-1] < max_num_seqs:
-        step = 8 if buckets[-1] < 32 else 16 if buckets[-1] < 128 else 32
-        buckets.append(buckets[-1] + step)
-    return tuple(bucket for i, bucket in enumerate(buckets) if i == 0 or buckets[i - 1] < max_num_seqs)
+        last = buckets[-1]
+        buckets.append(2 * last if last < 8 else last + (8 if last < 32 else 16 if last < 128 else 32))
+    return tuple(buckets)
 
 
 class BatchWriter:
-    """Fills one buffer again and again. Remembers which block tables stand in it, so that unchanged rows cost nothing.
+    """Fills one buffer again and again. Remembers which block tables stand in it, so that unchanged rows cost little.
 
     Not for two threads at once.
+
+    Args:
+        num_blocks: per group the pool's blocks; kernels do not look where they read and write, so it is done here.
     """
 
-    def __init__(self, buffer: Words, groups: Sequence[LayerGroup]) -> None:
+    def __init__(self, buffer: Words, groups: Sequence[LayerGroup], num_blocks: Sequence[int], vocab_size: int) -> None:
         self._buffer = buffer
         self._groups = tuple(groups)
+        self._num_blocks = tuple(num_blocks)
+        self._vocab_size = vocab_size
         self._shape: StepShape | None = None
         self._parts: dict[str, npt.NDArray[np.generic]] = {}
         self._tables: list[list[tuple[int, ...]]] = []
@@ -155,7 +157,8 @@ class BatchWriter:
             samples: per sequence the first row and the number of the tokens the last step drew for it.
 
         Raises:
-            ValueError: the plan breaks its contract, or waits for a token that the last step did not draw.
+            ValueError: the plan breaks its contract, waits for a token that the last step did not draw, or names a
+                token outside the vocabulary or a block outside the pool.
         """
         if shape != self._shape:
             self._shape = shape
@@ -183,8 +186,10 @@ class BatchWriter:
             for i, token_id in enumerate(sequence.token_ids):
                 if token_id == IN_FLIGHT and count - i > drawn:
                     raise ValueError(f"step {plan.step}: {sequence.seq_id} waits for a token that no step samples")
-                token_ids.append(max(token_id, 0))
+                token_ids.append(0 if token_id == IN_FLIGHT else token_id)
                 sources.append(first + drawn - (count - i) if token_id == IN_FLIGHT else -1)
+        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
+            raise ValueError(f"step {plan.step} has a token id outside [0, {self._vocab_size})")
         self._fill("token_ids", token_ids, 0)
         self._fill("token_source", sources, -1)
         starts = [sequence.start for sequence in plan.sequences]
@@ -218,12 +223,16 @@ class BatchWriter:
 
     def _write_group(self, plan: StepPlan, g: int, group: LayerGroup) -> None:
         tables, known = self._parts[f"tables.{g}"], self._tables[g]
+        columns = tables.shape[1]
         size = group.block_size
         slots: list[int] = []
         for i, sequence in enumerate(plan.sequences):
             table = sequence.block_tables[g]
             if known[i] != table:
-                tables[i, : len(table)] = table
+                if not 0 <= min(table) <= max(table) < self._num_blocks[g]:
+                    raise ValueError(f"{sequence.seq_id} names a block outside [0, {self._num_blocks[g]})")
+                # a table may have blocks for tokens of later steps
+                tables[i, : len(table)] = table[:columns]
                 tables[i, len(table) :] = 0
                 known[i] = table
             for position in range(sequence.start, sequence.start + len(sequence.token_ids)):

@@ -73,7 +73,7 @@ class PeerPool:
         """
         self.name = name
         self.layout = layout
-        fd = _open_plain(folder, name)
+        fd = open_plain(folder, name)
         try:
             size = os.fstat(fd).st_size
             if size != layout.total_bytes:
@@ -178,7 +178,7 @@ def zero_rest(span: memoryview, group: LayerGroup, valid_tokens: int) -> None:
 def owner_lives(folder: Path, name: str) -> bool:
     """True while the process that made this pool file lives: it holds a lock on it, which its death releases."""
     try:
-        fd = _open_plain(folder, name)
+        fd = open_plain(folder, name)
     except Unavailable:
         return False
     try:
@@ -195,8 +195,12 @@ def _rows(group: LayerGroup) -> int:
     return len(group.layers) * 2 * group.num_kv_heads * group.block_size
 
 
-def _open_plain(folder: Path, name: str) -> int:
-    """A file descriptor of a regular file directly in `folder`. The name came over the bus: no path, no link."""
+def open_plain(folder: Path, name: str) -> int:
+    """A file descriptor of a regular file directly in `folder`. The name came over the bus: no path, no link.
+
+    Raises:
+        Unavailable: there is no such file.
+    """
     if POOL_NAME.fullmatch(name) is None:
         raise Unavailable(f"{name!r} is not the name of a KV pool")
     try:
@@ -213,7 +217,7 @@ def _blocks_of_file(folder: Path, name: str, groups: tuple[LayerGroup, ...]) -> 
     """Blocks of a pool whose owner has not told them yet: with one group the size says it."""
     if len(groups) != 1:
         raise Unavailable(f"the size of the KV pool {name} is not known yet")
-    fd = _open_plain(folder, name)
+    fd = open_plain(folder, name)
     try:
         return (os.fstat(fd).st_size // groups[0].span_bytes,)
     finally:

@@ -1,0 +1,135 @@
+"""A KV pool in a GPU's memory, announced by a small file like any other pool's.
+
+The file `<worker_id>.kvpool` says how the pool's memory is mapped by another process on the machine; its owner holds a
+lock on it for life, as with pools in files. The memory is one allocation outside torch's allocator, and goes with its
+owner. Knows bytes and spans; knows nothing about which blocks are in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shared.contracts.errors import Internal, SettingsError, Unavailable
+from shared.contracts.ids import WorkerId, is_id
+from shared.kv.device_memory import DeviceMemory, allocate
+from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.pool_file import SUFFIX, make_locked
+
+MAX_FILE_BYTES = 4096
+
+
+class PoolHandle(msgspec.Struct, frozen=True):
+    """What a pool's file says: by what its memory is mapped, how large it is, and on which GPU it lies."""
+
+    ipc_handle: bytes
+    total_bytes: int
+    device_uuid: str
+    num_blocks: tuple[int, ...]  # per layer group
+
+
+class DevicePool:
+    """The owner's pool. Made by `create_device_pool`."""
+
+    def __init__(self, path: Path, layout: PoolLayout, memory: DeviceMemory, fd: int) -> None:
+        self.path = path
+        self.layout = layout
+        self._memory = memory
+        self._fd = fd
+        self._bytes = memory.tensor()
+
+    def tensor(self, group: int, block_id: int) -> Tensor:
+        """One block's bytes on the device: [span_bytes] uint8. Raises IndexError outside the pool."""
+        return span_of(self._bytes, self.layout, group, block_id)
+
+    def span(self, group: int, block_id: int) -> memoryview:
+        """A copy of one block's bytes on the host. Raises IndexError outside the pool."""
+        return memoryview(self.tensor(group, block_id).cpu().numpy())  # type: ignore[arg-type]
+
+    def views(self) -> tuple[Tensor, ...]:
+        """Per group a contiguous tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+        return device_views(self._bytes, self.layout)
+
+    def zero_blocks(self, group: int, ids: Iterable[int]) -> None:
+        """Overwrite blocks with zeros, in the order of the current stream."""
+        for block_id in ids:
+            self.tensor(group, block_id).zero_()
+
+    def close(self) -> None:
+        """Remove the file, free the memory, let go of the lock. Idempotent. No view may be used afterwards."""
+        if self._fd < 0:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        self._memory.close()
+        os.close(self._fd)
+        self._fd = -1
+
+
+def device_views(data: Tensor, layout: PoolLayout) -> tuple[Tensor, ...]:
+    """Per group its part of a pool's bytes: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    return tuple(_view(data, layout, i, group) for i, group in enumerate(layout.groups))
+
+
+def _view(data: Tensor, layout: PoolLayout, index: int, group: LayerGroup) -> Tensor:
+    num_blocks, offset = layout.num_blocks[index], layout.group_offset(index)
+    part = data[offset : offset + num_blocks * group.span_bytes].view(getattr(torch, group.dtype))
+    return part.view(num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
+
+
+def span_of(data: Tensor, layout: PoolLayout, group: int, block_id: int) -> Tensor:
+    """One block's bytes in a pool's. Raises IndexError outside the pool."""
+    offset = layout.block_offset(group, block_id)
+    return data[offset : offset + layout.groups[group].span_bytes]
+
+
+def create_device_pool(folder: Path, worker_id: WorkerId, layout: PoolLayout, device: torch.device) -> DevicePool:
+    """Allocate a pool on the device and publish `<folder>/<worker_id>.kvpool`.
+
+    Raises:
+        SettingsError: the folder cannot be used.
+        OutOfDeviceMemory: the device has no room for the pool.
+    """
+    if not is_id(worker_id):
+        raise Internal(f"worker id {worker_id!r} cannot name a pool file")
+    if any(n < 1 for n in layout.num_blocks):
+        raise SettingsError("the KV pool needs at least one block in every layer group", param="kv_dir")
+    memory = allocate(layout.total_bytes, device)
+    try:
+        fd, temporary = make_locked(folder)
+    except BaseException:
+        memory.close()
+        raise
+    try:
+        handle = PoolHandle(memory.handle(), layout.total_bytes, device_uuid(device), layout.num_blocks)
+        os.write(fd, msgspec.msgpack.encode(handle))
+        pool = DevicePool(folder / f"{worker_id}{SUFFIX}", layout, memory, fd)
+        temporary.rename(pool.path)
+    except BaseException as exc:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        os.close(fd)
+        memory.close()
+        if isinstance(exc, OSError):
+            raise SettingsError(f"cannot make a KV pool in {folder}: {exc.strerror}", param="kv_dir") from exc
+        raise
+    return pool
+
+
+def read_handle(fd: int, name: str) -> PoolHandle:
+    """What an open pool file says. Raises Unavailable when it is not a device pool's."""
+    try:
+        return msgspec.msgpack.decode(os.pread(fd, MAX_FILE_BYTES, 0), type=PoolHandle)
+    except (msgspec.DecodeError, OSError) as exc:
+        raise Unavailable(f"the KV pool {name} is not one in GPU memory") from exc
+
+
+def device_uuid(device: torch.device) -> str:
+    """The GPU's own name: processes may number GPUs differently."""
+    return str(torch.cuda.get_device_properties(device).uuid)

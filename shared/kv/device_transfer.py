@@ -1,0 +1,123 @@
+"""Pulling KV from another process on the same GPU: blocks are copied within its memory, and checked where they arrive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared.contracts.errors import Unavailable
+from shared.contracts.ids import Incarnation, WorkerId
+from shared.kv.device_memory import DeviceMemory, map_peer
+from shared.kv.device_pool import DevicePool, device_uuid, read_handle, span_of
+from shared.kv.digest import span_digest
+from shared.kv.handoff_sink import Pull
+from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.transfer import PullResult, open_plain, owner_lives
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A peer's pool, mapped; it is only read."""
+
+    name: str
+    incarnation: Incarnation
+    layout: PoolLayout
+    memory: DeviceMemory
+
+
+class DeviceTransport:
+    """Workers of one GPU read each other's pools by CUDA IPC. See `shared.kv.transfer.Transport`."""
+
+    path = "cuda_ipc"
+
+    def __init__(self, folder: Path, groups: tuple[LayerGroup, ...], pool: DevicePool, device: torch.device) -> None:
+        self._folder = folder
+        self._groups = groups
+        self._pool = pool
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._peers: dict[WorkerId, _Peer] = {}
+
+    def pull(self, pull: Pull, tables: Sequence[Sequence[int]], source_blocks: tuple[int, ...]) -> PullResult:
+        """See `Transport.pull`. `source_blocks` is not needed: the pool's file says it."""
+        try:
+            peer = self._peer(pull)
+        except Unavailable as exc:
+            return PullResult(error=f"pool_unreadable: {exc.message}")
+        bad: list[tuple[int, int]] = []
+        own: list[Tensor | None] = []
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            source = peer.memory.tensor()
+            for item in pull.items:
+                span = self._pool.tensor(item.group, tables[item.group][item.position])
+                try:
+                    span.copy_(span_of(source, peer.layout, item.group, item.block.block_id))
+                except IndexError:
+                    own.append(None)
+                    continue
+                zero_rest_on_device(span, self._groups[item.group], item.valid_tokens)
+                own.append(span)
+            arrived = [None if span is None else span.cpu().numpy() for span in own]
+        num_bytes = 0
+        for item, copy in zip(pull.items, arrived, strict=True):
+            if copy is not None:
+                num_bytes += copy.nbytes
+                data = memoryview(copy)  # type: ignore[arg-type]
+                found = span_digest(data, pull.attempt, item.group, item.block.generation, item.position)
+                if found == item.block.digest:
+                    continue
+            bad.append((item.group, item.position))
+        return PullResult(tuple(bad), num_bytes)
+
+    def drop_dead(self) -> None:
+        """See `Transport.drop_dead`."""
+        for worker, peer in list(self._peers.items()):
+            if not owner_lives(self._folder, peer.name):
+                peer.memory.close()
+                del self._peers[worker]
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.memory.close()
+        self._peers.clear()
+
+    def _peer(self, pull: Pull) -> _Peer:
+        """The peer's pool, mapped once per incarnation."""
+        known = self._peers.get(pull.source)
+        if known is not None and known.incarnation == pull.source_incarnation:
+            return known
+        if known is not None:
+            known.memory.close()
+            del self._peers[pull.source]
+        fd = open_plain(self._folder, pull.pool)
+        try:
+            handle = read_handle(fd, pull.pool)
+        finally:
+            os.close(fd)
+        layout = PoolLayout(self._groups, handle.num_blocks)
+        if len(handle.num_blocks) != len(self._groups) or layout.total_bytes != handle.total_bytes:
+            raise Unavailable(f"the KV pool {pull.pool} does not hold blocks like ours")
+        if handle.device_uuid != device_uuid(self._device):
+            raise Unavailable(f"the KV pool {pull.pool} lies on another GPU")
+        memory = map_peer(handle.ipc_handle, handle.total_bytes, self._device)
+        peer = self._peers[pull.source] = _Peer(pull.pool, pull.source_incarnation, layout, memory)
+        return peer
+
+
+def zero_rest_on_device(span: Tensor, group: LayerGroup, valid_tokens: int) -> None:
+    """Zero a block's rows behind its first `valid_tokens`: [span_bytes] uint8.
+
+    Raises:
+        ValueError: the tile layout is not "rows", so that only its kernel knows where a row lies.
+    """
+    if valid_tokens >= group.block_size:
+        return
+    if group.tile_layout != "rows":
+        raise ValueError(f"rows of tile layout {group.tile_layout!r} are not known here")
+    row_bytes = span.shape[0] // (len(group.layers) * 2 * group.num_kv_heads * group.block_size)
+    span.view(-1, group.block_size, row_bytes)[:, valid_tokens:].zero_()

@@ -1,0 +1,176 @@
+"""The decoder on a device: one flat batch through Triton kernels, without a look at any value on the host.
+
+Everything a step needs lies in device memory, so that a step can be captured as a graph and replayed. On a CPU the same
+code runs in Triton's interpreter, for proofs. Families differ as `shared.model.family` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation.triton_kernel import Gate, gate_mul
+from kernels.attention.triton_attention import TritonPlan, attend
+from kernels.attention.triton_tuning import HEAD_DIMS
+from kernels.dispatch import KernelChoice, UnknownKernels, choose
+from kernels.embedding.triton_kernel import embed
+from kernels.norm.triton_kernel import add_rms_norm, rms_norm
+from kernels.rotary.triton_kernel import HeadNorm, rotary_store_kv
+from shared.contracts.errors import SettingsError
+from shared.kv.layout import LayerGroup
+from shared.model.config import ModelConfig, load_config
+from shared.model.device_weights import DeviceWeights, LayerWeights, Matrix, load_weights
+from shared.model.rope_table import rope_table
+from shared.model.weights import Weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """A step's inputs on the device, as `shared.engine.device_batch.parts_of` tells them."""
+
+    token_ids: Tensor  # [num_rows] int32
+    token_source: Tensor  # [num_rows] int32
+    positions: Tensor  # [num_rows] int32
+    logit_rows: Tensor  # [num_logits] int32
+    slots: tuple[Tensor, ...]  # per group [num_rows] int32
+
+
+Plans = Mapping[tuple[int, int], TritonPlan]
+"""A step's attention by (layer group, window)."""
+
+
+class DeviceDecoder:
+    """A loaded model. One thread uses it; steps run in order on the current stream."""
+
+    def __init__(self, config: ModelConfig, weights: DeviceWeights, kernels: KernelChoice) -> None:
+        family = config.family
+        self.config = config
+        self.dtype = weights.embedding.dtype
+        self.kernels = kernels
+        self.weights = weights
+        self.device = weights.embedding.device
+        self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, torch.float32).to(self.device)
+        self._offset = 1.0 if family.norm_offset else 0.0
+        self._gate: Gate = "gelu_tanh" if family.gelu else "silu"
+        # rounded as the checkpoint's own code rounds it
+        scale = torch.tensor(config.hidden_size**0.5).to(self.dtype).item()
+        self._embedding_scale = float(scale) if family.scaled_embedding else 1.0
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        step: DeviceStep,
+        samples: Tensor,
+        groups: tuple[LayerGroup, ...],
+        pools: tuple[Tensor, ...],
+        plans: Plans,
+    ) -> Tensor:
+        """Compute a step: KV of every row into the pools, and the wanted logits.
+
+        Args:
+            samples: [any] int32, the tokens the last step drew.
+            pools: per group [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+            plans: for every group and every window that a layer of it has.
+
+        Returns:
+            [num_logits, vocab_size], of the model's dtype, or float32 where logits are capped.
+        """
+        place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        residual = embed(step.token_ids, step.token_source, samples, self.weights.embedding, self._embedding_scale)
+        update: Tensor | None = None
+        for index, layer in enumerate(self.weights.layers):
+            if update is None:
+                x = self._norm(residual, layer.attention_norm)
+            else:
+                x = self._add_norm(update, residual, layer.attention_norm)
+            group, position = place[index]
+            plan = plans[group, self.config.family.window(index)]
+            update = self._attend(x, layer, step, plan, step.slots[group], pools[group][:, position])
+            if layer.after_attention_norm is not None:
+                update = self._norm(update, layer.after_attention_norm)
+            update = self._feed_forward(self._add_norm(update, residual, layer.mlp_norm), layer)
+            if layer.after_mlp_norm is not None:
+                update = self._norm(update, layer.after_mlp_norm)
+        assert update is not None
+        return self._logits(update, residual, step.logit_rows)
+
+    def _attend(
+        self, x: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, pool: Tensor
+    ) -> Tensor:
+        """Self-attention of normalized rows: [num_rows, hidden] → the same; their K and V go to the pool."""
+        config = self.config
+        heads, head_dim = config.num_q_heads, config.head_dim
+        qkv = _linear(x, layer.qkv).view(x.shape[0], heads + 2 * config.num_kv_heads, head_dim)
+        norm = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norm = HeadNorm(layer.q_norm, layer.k_norm, config.rms_norm_eps, self._offset)
+        rotary_store_kv(qkv, self._rotary, step.positions, pool, slots, heads, norm)
+        out = attend(qkv[:, :heads], pool, plan, config.scale, config.family.score_cap)
+        return _linear(out.view(x.shape[0], heads * head_dim), layer.o)
+
+    def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """The gated feed-forward block, or the mixture of such, of normalized rows: [num_rows, hidden] → the same."""
+        if layer.experts is not None:
+            raise NotImplementedError
+        assert layer.gate_up is not None and layer.down is not None
+        return _linear(gate_mul(_linear(x, layer.gate_up), self._gate), layer.down)
+
+    def _logits(self, update: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
+        head = self.weights.head
+        if rows.shape[0] == 0:
+            return residual.new_empty((0, self.config.vocab_size))
+        if head is None:
+            raise ValueError(f"{rows.shape[0]} rows of logits asked of a model loaded without its head")
+        wanted = residual.index_select(0, rows)
+        logits = F.linear(self._add_norm(update.index_select(0, rows), wanted, self.weights.norm), head)
+        cap = self.config.family.logit_cap
+        return torch.tanh(logits.float() / cap).mul_(cap) if cap else logits
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.config.rms_norm_eps, self._offset)
+
+    def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return add_rms_norm(x, residual, weight, self.config.rms_norm_eps, self._offset)
+
+
+def _linear(x: Tensor, matrix: Matrix) -> Tensor:
+    return F.linear(x, matrix.weight, matrix.bias)
+
+
+def load_device_decoder(folder: Path, dtype: str, device: str, with_head: bool = True) -> DeviceDecoder:
+    """Load a model folder onto a device.
+
+    Args:
+        dtype: compute dtype; the checkpoint may hold another.
+        device: "cuda", or "cpu" in Triton's interpreter.
+        with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
+
+    Raises:
+        SettingsError: folder or dtype cannot be used, or the kernels cannot run there.
+    """
+    if dtype not in DTYPES:
+        raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)} on a GPU", param="dtype")
+    try:
+        choice = choose("triton")
+    except UnknownKernels as exc:
+        raise SettingsError(str(exc), param="kernels") from exc
+    config = load_config(folder)
+    _require_sizes(config, folder)
+    with Weights(folder, config) as weights:
+        loaded = load_weights(config, weights, torch.device(device), DTYPES[dtype], with_head)
+    return DeviceDecoder(config, loaded, choice)
+
+
+def _require_sizes(config: ModelConfig, folder: Path) -> None:
+    if config.head_dim not in HEAD_DIMS:
+        sizes = ", ".join(map(str, HEAD_DIMS))
+        raise SettingsError(
+            f"{folder}/config.json: head_dim: {config.head_dim} has no Triton kernels, only {sizes}", param="head_dim"
+        )
