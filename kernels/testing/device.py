@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 
 INTERPRETED = not torch.cuda.is_available()
@@ -32,14 +33,51 @@ def _interpret() -> None:
     triton.knobs.runtime.interpret = True
     if before is None:
         del os.environ["TRITON_INTERPRET"]
-    restore = GridExecutor._restore_args_dev
+    _mend(GridExecutor)
 
-    def restore_copies(self: Any, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
+
+def _mend(executor: Any) -> None:
+    """Three things the interpreter does in a way of its own, as a GPU does them."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    restore, cast, dot = executor._restore_args_dev, InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def restore_args(self: Any, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
         # It would copy every storage onto itself, and so touch each page of a lazily mapped pool.
         if any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in (*args_dev, *kwargs.values())):
             restore(self, args_dev, args_hst, kwargs, kwargs_hst)
 
-    GridExecutor._restore_args_dev = restore_copies
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        # It rounds to bfloat16 by truncation.
+        source, wanted = src.dtype.scalar, dst_type.scalar
+        if (source, wanted) == (tl.float32, tl.bfloat16):
+            return TensorHandle(_to_bfloat16(src.data), wanted)
+        if (source, wanted) == (tl.bfloat16, tl.float32):
+            return TensorHandle(_from_bfloat16(src.data), wanted)
+        return cast(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        # It multiplies bfloat16 by its bits, as integers.
+        a, b = (
+            TensorHandle(_from_bfloat16(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+        )
+        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    executor._restore_args_dev = restore_args
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_dot = create_dot
+
+
+def _from_bfloat16(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bfloat16(values: Any) -> Any:
+    """To nearest, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (np.where(np.isnan(values), bits | 0x400000, rounded) >> 16).astype(np.uint16)
 
 
 if INTERPRETED:
