@@ -1,4 +1,4 @@
-/* Packed linear: y = x W^T + b, W packed [out / 32][in / PACK][32][PACK].
+/* Packed linear: y = x W^T + b. W is packed elements [out / 32][in / PACK][32][PACK], or integers: cpu_quantized.h.
  *
  * An output is one chain of multiply-adds over its row's words in order, in float32 cut into pieces of MAX_SUM inputs
  * summed in order. Which rows are computed together does not enter it. */
@@ -6,10 +6,13 @@
 #define BATON_LINEAR_H
 
 #include "activation/cpu_kernel.h"
+#include "linear/cpu_quantized.h"
 #include "native/model.h"
 #include "native/simd.h"
 
-enum { BLOCK = 32, TILE_ROWS = 12, ROWS_AN_ITEM = 192 };
+enum { TILE_ROWS = 12 };
+/* Rows of an item lie in the second-level cache together, and there are at most so many. */
+enum { PANEL_BYTES = 480 * 1024, PANEL_ROWS = 192 };
 enum { MAX_SUM = 32 };
 enum { PREFETCH_BYTES = 2048 };
 
@@ -27,6 +30,7 @@ typedef struct {
     void *y;
     long rows, x_stride, y_stride; /* strides in elements of their kind */
     int kind;
+    void *quantized; /* where rows are quantized to, for a linear of integers */
 } NAME(product);
 
 INLINE long NAME(words)(long in) { return pieces(in, PACK); }
@@ -112,10 +116,44 @@ INLINE void NAME(finish)(const NAME(product) *p, long block, long row, const flo
     }
 }
 
-static long NAME(linear_blocks)(const baton_linear *linear) { return pieces(linear->out, BLOCK); }
+/* ------------------------------------------------------------------------------------------------- rows, tiles, items */
+
+INLINE long NAME(tile_rows)(const baton_linear *linear) {
+    return linear->format == FORMAT_ELEMENTS ? TILE_ROWS : QUANTIZED_ROWS;
+}
+
+INLINE long NAME(panel_rows)(const baton_linear *linear) {
+    const long row = linear->in * (linear->format == FORMAT_ELEMENTS ? (long)sizeof(element) : 1);
+    const long tile = NAME(tile_rows)(linear);
+    return larger(1, smaller(PANEL_ROWS, PANEL_BYTES / larger(row, 1)) / tile) * tile;
+}
+
+/* The first row of tile `tile`, or the number of rows behind the last: tiles are full, but for the last two of a panel,
+ * which are alike rather than a full one and a sliver. */
+static long NAME(tile_begin)(const NAME(product) *p, long tile) {
+    const long most = NAME(tile_rows)(p->linear), tiles = pieces(p->rows, most);
+    if (tile < tiles - 1) return tile * most;
+    if (tile == tiles) return p->rows;
+    const int first_of_panel = tile % (NAME(panel_rows)(p->linear) / most) == 0;
+    return first_of_panel ? tile * most : (tile - 1) * most + (p->rows - (tile - 1) * most + 1) / 2;
+}
+
+static long NAME(quantize_items)(const NAME(product) *p) {
+    return pieces(p->rows, NAME(tile_rows)(p->linear)) * pieces(p->linear->in, CHUNK);
+}
+
+/* An item is a chunk of the inputs of a tile of rows. */
+static void NAME(quantize_item)(const void *argument, long item, int thread) {
+    (void)thread;
+    const NAME(product) *p = argument;
+    const long chunks = pieces(p->linear->in, CHUNK), tile = item / chunks, row = NAME(tile_begin)(p, tile);
+    const int rows = (int)(NAME(tile_begin)(p, tile + 1) - row);
+    NAME(quantize_tile)(p->linear, p->x + row * p->x_stride, p->x_stride, rows, item % chunks,
+                        quantized_at(p->quantized, p->linear, p->rows, row));
+}
 
 static long NAME(product_items)(const NAME(product) *p) {
-    return NAME(linear_blocks)(p->linear) * pieces(p->rows, ROWS_AN_ITEM);
+    return pieces(p->linear->out, BLOCK) * pieces(p->rows, NAME(panel_rows)(p->linear));
 }
 
 /* An item is a block of outputs for some rows: neighbouring items share the block, which then lies in the cache. */
@@ -123,34 +161,20 @@ static void NAME(product_item)(const void *argument, long item, int thread) {
     (void)thread;
     const NAME(product) *p = argument;
     const baton_linear *linear = p->linear;
-    const long a_block = pieces(p->rows, ROWS_AN_ITEM), block = item / a_block;
-    const long first = item % a_block * ROWS_AN_ITEM, last = smaller(p->rows, first + ROWS_AN_ITEM);
+    const long most = NAME(tile_rows)(linear), panel = NAME(panel_rows)(linear), panels = pieces(p->rows, panel);
+    const long block = item / panels, first = item % panels * (panel / most);
+    const long last = smaller(pieces(p->rows, most), first + panel / most);
     const element *w = (const element *)linear->weight + block * BLOCK * PACK * NAME(words)(linear->in);
     _Alignas(64) float sums[TILE_ROWS][BLOCK];
-    for (long row = first; row < last;) {
-        const long left = last - row;
-        /* the last two tiles alike, rather than a full one and a sliver */
-        const int rows = (int)(left <= TILE_ROWS ? left : left < 2 * TILE_ROWS ? (left + 1) / 2 : TILE_ROWS);
-        NAME(tiles)(rows, p->x + row * p->x_stride, p->x_stride, w, linear->in, sums);
+    for (long tile = first; tile < last; tile++) {
+        const long row = NAME(tile_begin)(p, tile);
+        const int rows = (int)(NAME(tile_begin)(p, tile + 1) - row);
+        if (linear->format == FORMAT_ELEMENTS)
+            NAME(tiles)(rows, p->x + row * p->x_stride, p->x_stride, w, linear->in, sums);
+        else
+            quantized_tile(rows, linear, quantized_at(p->quantized, linear, p->rows, row), block, sums);
         for (int m = 0; m < rows; m++) NAME(finish)(p, block, row + m, sums[m]);
-        row += rows;
     }
-}
-
-/* Rows of a plain matrix [rows, in] into a packed one, which is zero before. Row i becomes packed output
- * first + i / run * step + i % run. */
-typedef struct {
-    const element *from;
-    element *to;
-    long rows, in, first, run, step;
-} NAME(packing);
-
-static void NAME(pack_item)(const void *argument, long row, int thread) {
-    (void)thread;
-    const NAME(packing) *p = argument;
-    const long at = p->first + row / p->run * p->step + row % p->run;
-    element *to = p->to + (at / BLOCK * BLOCK * NAME(words)(p->in) + at % BLOCK) * PACK;
-    for (long k = 0; k < p->in; k++) to[k / PACK * BLOCK * PACK + k % PACK] = p->from[row * p->in + k];
 }
 
 #endif

@@ -125,6 +125,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for dtype in DTYPES:
         _function(library, f"baton_step_{dtype}", c_int, *[c_void_p] * 3)
         _function(library, f"baton_pack_{dtype}", c_int, *[c_void_p] * 3, *[c_int64] * 5)
+        _function(library, f"baton_pack_integers_{dtype}", c_int, *[c_void_p] * 3, *[c_int64] * 7)
         _function(library, f"baton_linear_{dtype}", c_int, *[c_void_p] * 4, *[c_int64] * 4)
         _function(library, f"baton_norm_{dtype}", c_int, *[c_void_p] * 4, c_int64, c_int64, c_double)
         _function(library, f"baton_rotate_{dtype}", c_int, *[c_void_p] * 4, c_int64)

@@ -16,6 +16,14 @@ static int check_group(const baton_step *step, const baton_group *group) {
     return OK;
 }
 
+int check_linear(const baton_linear *linear) {
+    if (!linear->weight || linear->in < 1 || linear->out < 1) return BAD_MODEL;
+    if (linear->format == FORMAT_ELEMENTS) return OK;
+    if (linear->format != FORMAT_INT8 && linear->format != FORMAT_INT4) return BAD_MODEL;
+    const int64_t group = linear->group;
+    return linear->scales && (group == 32 || group == 64 || group == 128) ? OK : BAD_MODEL;
+}
+
 int check_step(const baton_model *model, const baton_step *step) {
     if (step->num_tokens < 1 || step->num_sequences < 1 || step->cu_seqlens[0]) return BAD_LENGTHS;
     for (int64_t i = 0; i < step->num_sequences; i++) {
@@ -27,13 +35,17 @@ int check_step(const baton_model *model, const baton_step *step) {
         if (step->tokens[i] < 0 || step->tokens[i] >= model->vocab) return BAD_TOKEN;
         if (step->positions[i] < 0 || step->positions[i] >= model->positions) return BAD_POSITION;
     }
+    if (step->num_logits > step->num_tokens) return BAD_LOGIT_ROW;
     for (int64_t i = 0; i < step->num_logits; i++)
         if (step->logit_rows[i] < 0 || step->logit_rows[i] >= step->num_tokens) return BAD_LOGIT_ROW;
     if (step->num_logits && !model->head.weight) return NO_HEAD;
+    if (model->head.weight && check_linear(&model->head)) return BAD_MODEL;
     for (int64_t i = 0; i < model->num_layers; i++) {
         const baton_layer *layer = &model->layers[i];
         if (layer->group < 0 || layer->group >= step->num_groups) return BAD_MODEL;
         if (layer->index < 0 || layer->index >= step->groups[layer->group].num_layers) return BAD_MODEL;
+        if (check_linear(&layer->qkv) || check_linear(&layer->o)) return BAD_MODEL;
+        if (check_linear(&layer->gate_up) || check_linear(&layer->down)) return BAD_MODEL;
     }
     for (int64_t i = 0; i < step->num_groups; i++) {
         const int code = check_group(step, &step->groups[i]);

@@ -9,56 +9,144 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.native.abi import BLOCK, PACK, LinearStruct
-from kernels.native.arena import Arena, aligned
+from kernels.linear.quantize import NONE, Int4Weight, Int8Weight, Quant, to_int4, to_int8
+from kernels.native.abi import BLOCK, FORMAT_ELEMENTS, FORMAT_INT4, FORMAT_INT8, PACK, LinearStruct
+from kernels.native.arena import Arena
 from kernels.native.library import NAMES, Team
 
 HALF = BLOCK // 2
+FORMATS = {0: FORMAT_ELEMENTS, 8: FORMAT_INT8, 4: FORMAT_INT4}
+_ROWS_AT_ONCE = 4096
+"""Rows quantized together: bounds the memory it takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight [blocks, words of in_features, 32, elements of a word] and its bias, if it has one."""
+    """A weight [blocks, words of in_features, 32, elements of a word], or integers, with what belongs to it."""
 
     struct: LinearStruct
+    dtype: torch.dtype  # of the rows it is multiplied with
     weight: Tensor
     bias: Tensor | None  # [blocks * 32] float32
+    scales: Tensor | None  # int8: [blocks * 32] float32; int4: [blocks, groups, scale and minimum, 32] float16
 
 
-def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype, gated: bool = False) -> int:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where rows of a part go: row i becomes packed output `begin` + i // run * step + i % run."""
+
+    begin: int
+    run: int
+    step: int
+
+    def outputs(self, first: int, count: int) -> Tensor:
+        row = torch.arange(first, first + count)
+        return self.begin + row // self.run * self.step + row % self.run
+
+
+def packed_bytes(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    gated: bool = False,
+    biased: bool = False,
+    quant: Quant = NONE,
+) -> int:
     """The bytes of an arena that `pack_linear` takes; with `gated`, `out_features` counts gates and ups both."""
-    return aligned(_packed_count(out_features, in_features, dtype, gated) * dtype.itemsize)
+    arena = Arena.plan()
+    _take(arena, out_features, in_features, dtype, gated, biased, quant)
+    return arena.used
 
 
 def pack_linear(
-    team: Team, arena: Arena, parts: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype, gated: bool = False
+    team: Team,
+    arena: Arena,
+    parts: Sequence[Tensor | Int4Weight],
+    biases: Sequence[Tensor],
+    dtype: torch.dtype,
+    gated: bool = False,
+    quant: Quant = NONE,
 ) -> PackedLinear:
     """Pack matrices one under the other, read one by one.
 
     Args:
-        parts: each [out_i, in_features], any float dtype. With `gated` two of one shape, gates and ups, which are
-            laid in turns of 16, so that a block of 32 holds both halves of 16 results.
+        parts: each [out_i, in_features], any float dtype; with 4 bits, integers of its group are taken as they are.
+            With `gated` two of one shape, gates and ups, which are laid in turns of 16, so that a block of 32 holds
+            both halves of 16 results.
         biases: each [out_i], or none.
+        dtype: of the rows that will be multiplied, and without `quant` of the weight.
+
+    All the memory is the arena's; where that is filled already, only shapes are looked at.
+
+    Raises:
+        Unquantizable: a weight has no such integers.
     """
     in_features = parts[0].shape[1]
     out_features = sum(part.shape[0] for part in parts)
-    weight = arena.take(_packed_count(out_features, in_features, dtype, gated), dtype)
-    blocks = _blocks(out_features, gated)
-    bias = torch.zeros(blocks * BLOCK) if biases else None
+    packed = _take(arena, out_features, in_features, dtype, gated, bool(biases), quant)
     first = 0
     for i, part in enumerate(parts):
-        assert part.ndim == 2 and part.shape[1] == in_features, (part.shape, in_features)  # noqa: PT018
+        assert len(part.shape) == 2 and part.shape[1] == in_features, (part.shape, in_features)  # noqa: PT018
         rows = part.shape[0]
         assert not gated or (len(parts) == 2 and rows * 2 == out_features), "gates and ups differ in size"
-        begin, run, step = (i * HALF, HALF, BLOCK) if gated else (first, rows, rows)
-        source = part.to(dtype).contiguous()
-        team.call("baton_pack", dtype, source.data_ptr(), weight.data_ptr(), rows, in_features, begin, run, step)
-        if bias is not None:
-            row = torch.arange(rows)
-            bias[begin + row // run * step + row % run] = biases[i].float()
+        place = _Place(i * HALF, HALF, BLOCK) if gated else _Place(first, rows, rows)
+        if not arena.filled:
+            _fill(team, packed, part, place, quant)
+            if packed.bias is not None:
+                packed.bias[place.outputs(0, rows)] = biases[i].float()
         first += rows
-    address = None if bias is None else bias.data_ptr()
-    return PackedLinear(LinearStruct(weight.data_ptr(), address, in_features, out_features), weight, bias)
+    return packed
+
+
+def _take(
+    arena: Arena, out_features: int, in_features: int, dtype: torch.dtype, gated: bool, biased: bool, quant: Quant
+) -> PackedLinear:
+    blocks = _blocks(out_features, gated)
+    if quant.bits:
+        groups = -(-in_features // quant.group)
+        weight = arena.take(blocks * BLOCK * groups * quant.group * quant.bits // 8, torch.uint8)
+        kind, count = (torch.float32, 1) if quant.bits == 8 else (torch.float16, 2 * groups)
+        scales = arena.take(blocks * BLOCK * count, kind)
+    else:
+        pack = PACK[NAMES[dtype]]
+        weight, scales = arena.take(blocks * BLOCK * -(-in_features // pack) * pack, dtype), None
+    bias = arena.take(blocks * BLOCK, torch.float32) if biased else None
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (weight, bias, scales)]
+    struct = LinearStruct(*addresses[:2], in_features, out_features, addresses[2], FORMATS[quant.bits], quant.group)
+    return PackedLinear(struct, dtype, weight, bias, scales)
+
+
+def _fill(team: Team, packed: PackedLinear, part: Tensor | Int4Weight, place: _Place, quant: Quant) -> None:
+    rows, in_features = part.shape
+    to = packed.weight.data_ptr()
+    if not quant.bits:
+        source = (part if isinstance(part, Tensor) else part.floats()).to(packed.dtype).contiguous()
+        places = place.begin, place.run, place.step
+        team.call("baton_pack", packed.dtype, source.data_ptr(), to, rows, in_features, *places)
+        return
+    for first in range(0, rows, _ROWS_AT_ONCE):
+        count = min(_ROWS_AT_ONCE, rows - first)
+        whole = _quantized(part[first : first + count], quant)
+        outputs = place.outputs(first, count)
+        integers = whole.integers.to(torch.int16).add_(128 if quant.bits == 8 else 0).to(torch.uint8).contiguous()
+        places = int(outputs[0]), min(place.run, count), place.step
+        form = FORMATS[quant.bits], quant.group
+        team.call("baton_pack_integers", packed.dtype, integers.data_ptr(), to, count, in_features, *places, *form)
+        assert packed.scales is not None
+        if isinstance(whole, Int8Weight):
+            packed.scales[outputs] = whole.scales
+        else:
+            pairs = packed.scales.view(-1, whole.scales.shape[1], 2, BLOCK)
+            pairs[outputs // BLOCK, :, 0, outputs % BLOCK] = whole.scales
+            pairs[outputs // BLOCK, :, 1, outputs % BLOCK] = whole.minima
+
+
+def _quantized(part: Tensor | Int4Weight, quant: Quant) -> Int8Weight | Int4Weight:
+    if isinstance(part, Int4Weight):
+        if quant.bits == 4 and part.group == quant.group:
+            return part
+        part = part.floats()
+    return to_int8(part) if quant.bits == 8 else to_int4(part, quant.group)
 
 
 def linear(team: Team, x: Tensor, packed: PackedLinear, kind: int, y: Tensor) -> None:
@@ -70,7 +158,7 @@ def linear(team: Team, x: Tensor, packed: PackedLinear, kind: int, y: Tensor) ->
     """
     assert x.is_contiguous(), x.shape
     assert x.shape[1] == packed.struct.in_features, (x.shape, packed.struct.in_features)
-    assert NAMES[x.dtype] == NAMES[packed.weight.dtype]
+    assert x.dtype == packed.dtype, (x.dtype, packed.dtype)
     assert y.is_contiguous() and len(y) == len(x), (x.shape, y.shape)  # noqa: PT018
     reference = ctypes.byref(packed.struct)
     team.call("baton_linear", x.dtype, reference, x.data_ptr(), y.data_ptr(), len(x), x.shape[1], y.shape[1], kind)
@@ -78,8 +166,3 @@ def linear(team: Team, x: Tensor, packed: PackedLinear, kind: int, y: Tensor) ->
 
 def _blocks(out_features: int, gated: bool) -> int:
     return -(-(out_features // 2) // HALF) if gated else -(-out_features // BLOCK)
-
-
-def _packed_count(out_features: int, in_features: int, dtype: torch.dtype, gated: bool) -> int:
-    pack = PACK[NAMES[dtype]]
-    return _blocks(out_features, gated) * BLOCK * -(-in_features // pack) * pack

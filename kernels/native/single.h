@@ -16,17 +16,36 @@ static int NAME(run_single)(baton_team *team, long items, baton_item *item, cons
     return team_run(team, NAME(single_program), &single, 1) ? NO_MEMORY : OK;
 }
 
-/* Rows of a plain matrix into a packed one that is zero before; see linear/cpu_kernel.h. */
+/* Rows of a plain matrix into a packed one that is zero before; see linear/cpu_pack.h. */
 int NAME(baton_pack)(baton_team *team, const element *from, element *to, int64_t rows, int64_t in, int64_t first,
                      int64_t run, int64_t step) {
-    const NAME(packing) packing = {from, to, rows, in, first, run, step};
+    const row_packing packing = {from, to, rows, in, first, run, step, 0};
     return NAME(run_single)(team, rows, NAME(pack_item), &packing);
+}
+
+/* The same for integers in bytes, of a format and a size of groups. */
+int NAME(baton_pack_integers)(baton_team *team, const uint8_t *from, uint8_t *to, int64_t rows, int64_t in,
+                              int64_t first, int64_t run, int64_t step, int64_t format, int64_t group) {
+    const row_packing packing = {from, to, rows, in, first, run, step, pieces(in, group) * group};
+    return NAME(run_single)(team, rows, format == FORMAT_INT8 ? pack_int8_item : pack_int4_item, &packing);
+}
+
+static void NAME(product_program)(void *argument, baton_team *team, int thread) {
+    const NAME(product) *p = argument;
+    if (p->quantized) team_phase(team, thread, 0, NAME(quantize_items)(p), NAME(quantize_item), p);
+    team_phase(team, thread, 1, NAME(product_items)(p), NAME(product_item), p);
 }
 
 int NAME(baton_linear)(baton_team *team, const baton_linear *linear, const element *x, void *y, int64_t rows,
                        int64_t x_stride, int64_t y_stride, int64_t kind) {
-    const NAME(product) product = {linear, x, y, rows, x_stride, y_stride, (int)kind};
-    return NAME(run_single)(team, NAME(product_items)(&product), NAME(product_item), &product);
+    int code = check_linear(linear);
+    if (code) return code;
+    NAME(product) product = {linear, x, y, rows, x_stride, y_stride, (int)kind, NULL};
+    if (linear->format != FORMAT_ELEMENTS) {
+        product.quantized = team_memory(team, -1, QUANTIZED, quantized_bytes(linear, rows));
+        if (!product.quantized) return NO_MEMORY;
+    }
+    return team_run(team, NAME(product_program), &product, 2) ? NO_MEMORY : OK;
 }
 
 int NAME(baton_norm)(baton_team *team, const float *x, const float *weight, element *y, int64_t rows, int64_t size,
@@ -81,7 +100,7 @@ int NAME(baton_attention)(baton_team *team, const baton_model *model, const bato
 typedef struct {
     const baton_model *model;
     const element *x;
-    void *y;
+    void *y, *quantized;
     long rows, head_rows, x_stride, y_stride;
 } NAME(sweep);
 
@@ -104,7 +123,10 @@ static void NAME(sweep_program)(void *argument, baton_team *team, int thread) {
                 .x_stride = s->x_stride,
                 .y_stride = s->y_stride,
                 .kind = last ? TO_FLOATS : TO_ELEMENTS,
+                .quantized = s->quantized,
             };
+            if (linear->format != FORMAT_ELEMENTS)
+                team_phase(team, thread, phase++, NAME(quantize_items)(&product), NAME(quantize_item), &product);
             team_phase(team, thread, phase++, NAME(product_items)(&product), NAME(product_item), &product);
         }
     }
@@ -119,8 +141,9 @@ int NAME(baton_sweep)(baton_team *team, const baton_model *model, int64_t rows, 
     const size_t bytes = (size_t)(rows * sweep.x_stride) * sizeof(element);
     element *x = team_memory(team, -1, GATED, bytes);
     sweep.y = team_memory(team, -1, SUMS, (size_t)(rows * sweep.y_stride) * sizeof(float));
-    if (!x || !sweep.y) return NO_MEMORY;
+    sweep.quantized = team_memory(team, -1, QUANTIZED, NAME(quantized_memory)(model, rows, head_rows));
+    if (!x || !sweep.y || !sweep.quantized) return NO_MEMORY;
     memset(x, 0, bytes);
     sweep.x = x;
-    return team_run(team, NAME(sweep_program), &sweep, 4 * model->num_layers + 1) ? NO_MEMORY : OK;
+    return team_run(team, NAME(sweep_program), &sweep, 8 * model->num_layers + 2) ? NO_MEMORY : OK;
 }

@@ -9,12 +9,13 @@
 #include "activation/cpu_kernel.h"
 #include "attention/cpu_kernel.h"
 #include "linear/cpu_kernel.h"
+#include "linear/cpu_pack.h"
 #include "native/check.h"
 #include "norm/cpu_kernel.h"
 #include "rotary/cpu_kernel.h"
 
-enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, ITEMS, PARTIALS, ENDED };
-enum { LAYER_PHASES = 9, OTHER_PHASES = 3 };
+enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, ITEMS, PARTIALS, ENDED, QUANTIZED };
+enum { LAYER_PHASES = 13, OTHER_PHASES = 4 };
 
 typedef struct {
     const query_piece *pieces;
@@ -32,6 +33,7 @@ typedef struct {
     NAME(attention_plan) *plans; /* [groups] */
     float *partials;
     uint64_t *ended;
+    void *quantized;
     long phase; /* of the thread that holds this copy */
     int thread;
 } NAME(run);
@@ -45,7 +47,9 @@ static void NAME(all)(NAME(run) *run, long items, baton_item *item, const void *
 
 static void NAME(multiply)(NAME(run) *run, const baton_linear *linear, const element *x, long x_stride, void *y,
                            long y_stride, long rows, int kind) {
-    const NAME(product) product = {linear, x, y, rows, x_stride, y_stride, kind};
+    const NAME(product) product = {linear, x, y, rows, x_stride, y_stride, kind, run->quantized};
+    if (linear->format != FORMAT_ELEMENTS)
+        NAME(all)(run, NAME(quantize_items)(&product), NAME(quantize_item), &product);
     NAME(all)(run, NAME(product_items)(&product), NAME(product_item), &product);
 }
 
@@ -241,6 +245,22 @@ static int NAME(reserve_attention)(baton_team *team, const baton_model *model) {
     return OK;
 }
 
+/* Bytes that the quantized rows of any product of the model take. */
+static size_t NAME(quantized_memory)(const baton_model *model, long rows, long head_rows) {
+    size_t most = 0;
+    for (long i = 0; i < model->num_layers; i++) {
+        const baton_layer *layer = &model->layers[i];
+        const baton_linear *all[] = {&layer->qkv, &layer->o, &layer->gate_up, &layer->down};
+        for (int j = 0; j < 4; j++)
+            if (all[j]->format != FORMAT_ELEMENTS && quantized_bytes(all[j], rows) > most)
+                most = quantized_bytes(all[j], rows);
+    }
+    const baton_linear *head = &model->head;
+    if (head->weight && head->format != FORMAT_ELEMENTS && quantized_bytes(head, head_rows) > most)
+        most = quantized_bytes(head, head_rows);
+    return most;
+}
+
 static int NAME(reserve)(NAME(run) *run) {
     const baton_model *m = run->model;
     const size_t tokens = (size_t)run->step->num_tokens, wanted = (size_t)run->step->num_logits;
@@ -254,7 +274,9 @@ static int NAME(reserve)(NAME(run) *run) {
     run->qkv = team_memory(run->team, -1, QKV, tokens * (size_t)run->qkv_stride * sizeof(element));
     run->heads = team_memory(run->team, -1, HEADS, tokens * (size_t)run->heads_stride * sizeof(element));
     run->gated = team_memory(run->team, -1, GATED, tokens * (size_t)run->gated_stride * sizeof(element));
-    if (!run->sums || !run->picked || !run->normed || !run->qkv || !run->heads || !run->gated) return NO_MEMORY;
+    run->quantized = team_memory(run->team, -1, QUANTIZED, NAME(quantized_memory)(m, (long)tokens, (long)wanted));
+    if (!run->sums || !run->picked || !run->normed || !run->qkv || !run->heads || !run->gated || !run->quantized)
+        return NO_MEMORY;
     return NAME(reserve_attention)(run->team, m);
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.linear.quantize import NONE, Quant
 from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
 from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape
@@ -29,7 +30,7 @@ class NativeCheck:
         NativeUnavailable: the system gives no threads.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, library: NativeLibrary) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, library: NativeLibrary, quant: Quant = NONE) -> None:
         self._shape = Shape(
             hidden=config.hidden_size,
             intermediate=min(config.intermediate_size, _MOST_INTERMEDIATE),
@@ -40,7 +41,7 @@ class NativeCheck:
             eps=config.rms_norm_eps,
             scale=config.scale,
         )
-        self._dtype = dtype
+        self._dtype, self._quant = dtype, quant
         self._generator = torch.Generator().manual_seed(0)
         self._rotary = rope_table(config.rope, config.head_dim, max(_SEQ_LEN, config.max_positions), dtype)
         shape, size = self._shape, config.head_dim
@@ -66,21 +67,20 @@ class NativeCheck:
 
     def _make(self, library: NativeLibrary, q: int, kv: int) -> list[NativeModel]:
         shape = self._shape
-        sizes = [(q + 2 * kv, shape.hidden), (shape.hidden, q), (shape.hidden, shape.intermediate)]
-        inner = [(shape.intermediate, shape.hidden)] * 2
-        head = (shape.vocab, shape.hidden)
-        total = sum(packed_bytes(*size, self._dtype) for size in (*sizes, head))
-        arena = Arena(total + packed_bytes(2 * shape.intermediate, shape.hidden, self._dtype, gated=True))
+        quant, head = self._quant, self._quant.head
         teams = [Team(library, threads) for threads in (1, 2)]
 
-        def packed(*parts: tuple[int, int], gated: bool = False) -> PackedLinear:
+        def packed(*parts: tuple[int, int], gated: bool = False, quant: Quant = quant) -> PackedLinear:
+            out = sum(part[0] for part in parts)
+            arena = Arena(packed_bytes(out, parts[0][1], self._dtype, gated, quant=quant))
             weights = [self._random(*part) / part[1] ** 0.5 for part in parts]
-            return pack_linear(teams[0], arena, weights, [], self._dtype, gated)
+            return pack_linear(teams[0], arena, weights, [], self._dtype, gated, quant)
 
         norm = torch.ones(shape.hidden)
-        qkv, o, down = (packed(size) for size in sizes)
-        layer = NativeLayer(norm, norm, qkv, o, packed(*inner, gated=True), down, 0, 0)
-        embedding, last = self._random(shape.vocab, shape.hidden), packed(head)
+        inner, outer = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+        qkv, o, down = packed((q + 2 * kv, shape.hidden)), packed((shape.hidden, q)), packed(outer)
+        layer = NativeLayer(norm, norm, qkv, o, packed(inner, inner, gated=True), down, 0, 0)
+        embedding, last = self._random(shape.vocab, shape.hidden), packed((shape.vocab, shape.hidden), quant=head)
         return [NativeModel(team, self._dtype, shape, embedding, self._rotary, [layer], norm, last) for team in teams]
 
     def _random(self, *shape: int) -> Tensor:

@@ -1,0 +1,149 @@
+"""Weights as small integers: what the native kernels' integer formats hold, and the plain arithmetic they do with it.
+
+    int8  value = scale[output] * integer, -127 to 127
+    int4  value = scale[output, group] * integer + minimum[output, group], 0 to 15, groups of 32, 64 or 128 inputs;
+          scale and minimum are float16: a Q4_1 block of GGUF is a group of 32
+
+Rows that are multiplied with them become 8-bit integers too, a scale for each group of inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+INT8_GROUP = 64
+"""Inputs of a row that share a scale where weights are int8. One for the whole row costs a small model five times the
+divergence, see docs/results/quality.txt."""
+SMALLEST = 1e-30
+"""A group of a row whose magnitudes are all below is taken as zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quant:
+    """A setting: how weights are kept. `bits` 0 keeps the elements of the model's dtype."""
+
+    name: str
+    bits: int = 0
+    group: int = 0  # inputs of a row that share a scale; with 4 bits, of a weight too
+
+    @property
+    def head(self) -> Quant:
+        """How the output head is kept, whose errors go into every logit unmixed: never with less than 8 bits."""
+        return INT8 if self.bits else NONE
+
+
+NONE, INT8 = Quant("none"), Quant("int8", 8, INT8_GROUP)
+QUANTS = {
+    quant.name: quant
+    for quant in (NONE, INT8, Quant("int4", 4, 32), Quant("int4-g64", 4, 64), Quant("int4-g128", 4, 128))
+}
+
+
+class Unquantizable(ValueError):
+    """A weight has no integers: the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """[out, in] int8 and [out] float32."""
+
+    integers: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.integers.shape
+
+    def floats(self) -> Tensor:
+        """[out, in] float32."""
+        return self.integers.float() * self.scales[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """[out, in] uint8 of 0 to 15, and [out, groups] float16 each."""
+
+    integers: Tensor
+    scales: Tensor
+    minima: Tensor
+    group: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.integers.shape
+
+    def __getitem__(self, rows: slice) -> Int4Weight:
+        return Int4Weight(self.integers[rows], self.scales[rows], self.minima[rows], self.group)
+
+    def floats(self) -> Tensor:
+        """[out, in] float32."""
+        scales, minima = (spread(part.float(), self.group, self.shape[1]) for part in (self.scales, self.minima))
+        return self.integers.float() * scales + minima
+
+
+def to_int8(weight: Tensor) -> Int8Weight:
+    """[out, in] of any float dtype. Raises Unquantizable for NaN and infinities."""
+    values = _finite(weight)
+    scales = values.abs().amax(1) / 127
+    integers = (values / _divisor(scales)[:, None]).round_().to(torch.int8)
+    return Int8Weight(integers, scales)
+
+
+def to_int4(weight: Tensor, group: int) -> Int4Weight:
+    """[out, in] of any float dtype; a group spans from its least to its largest value.
+
+    Raises:
+        Unquantizable: NaN, infinities, or values outside float16.
+    """
+    values = _finite(weight)
+    out_features, in_features = values.shape
+    groups = -(-in_features // group)
+    # what pads the last group must not widen its span
+    padded = F.pad(values, (0, groups * group - in_features), mode="constant", value=0.0)
+    if groups * group > in_features:
+        padded[:, in_features:] = values[:, -1:]
+    padded = padded.view(out_features, groups, group)
+    minima = padded.amin(2).half()
+    scales = ((padded.amax(2) - minima.float()) / 15).clamp_min_(0).half()
+    if not bool((minima.isfinite() & scales.isfinite()).all()):
+        raise Unquantizable("a weight is too large for int4, whose scales are float16")
+    integers = (padded - minima.float()[:, :, None]) / _divisor(scales.float())[:, :, None]
+    integers = integers.round_().clamp_(0, 15).to(torch.uint8).view(out_features, -1)[:, :in_features]
+    return Int4Weight(integers.contiguous(), scales, minima, group)
+
+
+def quantized_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Rows as the kernels quantize them, bit for bit: [M, in] → [M, groups, group] int32 and [M, groups] float32."""
+    padded = F.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -1, group)
+    largest = padded.abs().amax(2)
+    # not 127 / largest, which torch computes by a rounded reciprocal
+    inverse = torch.full_like(largest, 127.0).div_(largest.clamp_min(SMALLEST)).where(largest >= SMALLEST, 0.0)
+    return (padded * inverse[:, :, None]).round().to(torch.int32), largest / 127.0
+
+
+def quantized_linear(x: Tensor, weight: Int8Weight | Int4Weight) -> Tensor:
+    """[M, in] finite rows → [M, out] float64: the product of what was quantized, without rounding."""
+    group = weight.group if isinstance(weight, Int4Weight) else INT8_GROUP
+    integers, scales = quantized_rows(x, group)
+    values = (integers.double() * scales.double()[:, :, None]).view(len(x), -1)[:, : x.shape[1]]
+    return values @ weight.floats().double().T
+
+
+def spread(values: Tensor, group: int, in_features: int) -> Tensor:
+    """[out, groups] → [out, in]: each value for every input of its group."""
+    return values.repeat_interleave(group, dim=1)[:, :in_features]
+
+
+def _finite(weight: Tensor) -> Tensor:
+    values = weight.float()
+    if not bool(values.isfinite().all()):
+        raise Unquantizable("a weight is not finite")
+    return values
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    return torch.where(scales > 0, scales, 1.0)
