@@ -1,9 +1,8 @@
-"""`python -m loadtest.peer_baton`: Baton's own engine in a closed loop, in one process. Prints one JSON line."""
+"""`python -m loadtest.peer_baton`: Baton's own engine, driven through its pipes; see `closed_loop.serve`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import queue
 import sys
@@ -11,17 +10,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtest.closed_loop import Job, make_jobs, run_loop
+from loadtest.closed_loop import Job, own_stdout, serve
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
-from shared.model.config import load_config
 
 POOL_BYTES = 1 << 30
 STEP_S = 300.0
-TOKEN_BUDGET = 256
-"""As the prototype's runs had: more in a step only makes its neighbours wait."""
 
 
 class BatonDriver:
@@ -39,49 +35,51 @@ class BatonDriver:
 
     def step(self) -> Sequence[tuple[int, int, bool]]:
         updates = self._updates.get(timeout=STEP_S)
+        if failed := [u.detail for u in updates if u.finish == "error"]:
+            raise RuntimeError(failed[0])
         return [(int(u.seq_id), len(u.token_ids), bool(u.finish)) for u in updates if u.token_ids or u.finish]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one loop; exit code 0."""
-    options = parser("baton").parse_args(argv)
-    jobs = make_jobs(options.requests, load_config(options.model).vocab_size, options.seed)
+    """Serve until standard input ends; exit code 0."""
+    answers = own_stdout()
+    options = _parser().parse_args(argv)
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="baton-bench-", dir=folder) as kv_dir:
-        worker = open_worker_engine(
-            WorkerOptions(
-                model_dir=options.model,
-                kv_dir=Path(kv_dir),
-                dtype=options.dtype,
-                pool_bytes=POOL_BYTES,
-                token_budget=TOKEN_BUDGET,
-                max_num_seqs=32,
-                threads=options.threads,
-                kernels=options.kernels,
-                self_check=False,
-                calibrate=False,
-            ),
-            WorkerId("bench"),
-        )
+        worker = open_worker_engine(worker_options(options, Path(kv_dir)), WorkerId("bench"))
         worker.start()
         try:
-            result = run_loop(BatonDriver(worker), jobs, options.concurrency)
+            serve(BatonDriver(worker), worker.facts.numerics, sys.stdin, answers)
         finally:
             worker.stop(30)
-    print(json.dumps(result.body() | {"build": worker.facts.numerics}), flush=True)
     return 0
 
 
-def parser(name: str) -> argparse.ArgumentParser:
-    """Options of every driver; `--kernels` is Baton's own."""
-    options = argparse.ArgumentParser(prog=name)
+def worker_options(options: argparse.Namespace, kv_dir: Path) -> WorkerOptions:
+    """The worker's, with all of the machine and nothing measured or checked that a bench does not need."""
+    return WorkerOptions(
+        model_dir=options.model,
+        kv_dir=kv_dir,
+        dtype=options.dtype,
+        pool_bytes=POOL_BYTES,
+        token_budget=options.token_budget,
+        max_num_seqs=32,
+        threads=options.threads,
+        kernels=options.kernels,
+        self_check=False,
+        calibrate=False,
+        **({} if options.quant == "none" else {"quant": options.quant}),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(prog="loadtest.peer_baton")
     options.add_argument("--model", type=Path, required=True)
     options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--quant", default="none")
     options.add_argument("--threads", type=int, required=True)
-    options.add_argument("--kernels", default="auto")
-    options.add_argument("--concurrency", type=int, required=True)
-    options.add_argument("--requests", type=int, required=True)
-    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--kernels", default="native")
+    options.add_argument("--token-budget", type=int, default=256)
     return options
 
 

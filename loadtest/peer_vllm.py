@@ -1,4 +1,4 @@
-"""vLLM's engine in a closed loop, in the environment `./baton bench peers --install` makes. Prints one JSON line.
+"""vLLM's engine, driven through its pipes, in the environment `./baton bench peers --install` makes.
 
 Run as a file: nothing of Baton is on the path but the loop itself, whose names vLLM must not find by accident.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 
-def _loop() -> Any:
+def loop_module() -> Any:
+    """`closed_loop.py` beside this file, without its package."""
     path = Path(__file__).with_name("closed_loop.py")
     spec = importlib.util.spec_from_file_location("closed_loop", path)
     assert spec is not None
@@ -40,28 +40,34 @@ class VllmDriver:
             max_num_batched_tokens=512,
             enable_prefix_caching=False,
         ).llm_engine
-        self._came: dict[int, int] = {}
+        self._came: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._next = 0
 
     def submit(self, number: int, job: Any) -> None:
         sampling = self._sampling(temperature=0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False)
-        self._engine.add_request(str(number), {"prompt_token_ids": list(job.prompt)}, sampling)
+        self._next += 1
+        name = str(self._next)
+        self._numbers[name] = number
+        self._engine.add_request(name, {"prompt_token_ids": list(job.prompt)}, sampling)
 
     def step(self) -> list[tuple[int, int, bool]]:
         found = []
         for output in self._engine.step():
-            number, total = int(output.request_id), len(output.outputs[0].token_ids)
-            found.append((number, total - self._came.get(number, 0), bool(output.finished)))
-            self._came[number] = total
+            name, total = output.request_id, len(output.outputs[0].token_ids)
+            found.append((self._numbers[name], total - self._came.get(name, 0), bool(output.finished)))
+            self._came[name] = total
         return found
 
 
 def main() -> int:
-    """Run one loop; exit code 0."""
+    """Serve until standard input ends; exit code 0."""
+    loop = loop_module()
+    answers = loop.own_stdout()
     options = argparse.ArgumentParser()
     options.add_argument("--model", type=Path, required=True)
     options.add_argument("--dtype", default="bfloat16")
-    for name in ("threads", "concurrency", "requests", "seed", "vocab-size"):
-        options.add_argument(f"--{name}", type=int, required=True)
+    options.add_argument("--threads", type=int, required=True)
     given = options.parse_args()
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -69,15 +75,8 @@ def main() -> int:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(given.threads),
     }
-    loop = _loop()
     vllm = importlib.import_module("vllm")
-    driver = VllmDriver(vllm, given)
-    # what is compiled or allocated lazily is paid for first
-    loop.run_loop(driver, loop.make_jobs(1, given.vocab_size, given.seed + 1), 1)
-    driver._came.clear()
-    jobs = loop.make_jobs(given.requests, given.vocab_size, given.seed)
-    result = loop.run_loop(driver, jobs, given.concurrency)
-    print(json.dumps(result.body() | {"build": f"vllm {vllm.__version__}"}), flush=True)
+    loop.serve(VllmDriver(vllm, given), f"vllm {vllm.__version__}", sys.stdin, answers)
     return 0
 
 

