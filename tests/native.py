@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from functools import cache
 
 import pytest
@@ -10,11 +11,20 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import NativeUnavailable
-from kernels.native.cpu import LEVELS, VARIABLE, machine_level
+from kernels.native.cpu import LEVELS, NEEDED, VARIABLE, machine_level
 from kernels.native.library import NativeLibrary, Team, open_library
 from shared.model.fetch import cache_dir
 
-LEVEL_NAMES = [level.name for level in LEVELS]
+_BEST = machine_level({})
+_OF_MACHINE = [level.name for level in LEVELS if level.machine == platform.machine()]
+ALL_LEVELS = _OF_MACHINE[_OF_MACHINE.index(_BEST.name) :] if _BEST else ["none"]
+"""The levels this machine can run, best first."""
+LEVEL_NAMES = [
+    pytest.param(name, id=name, marks=[] if i == 0 else pytest.mark.long)
+    for i, name in enumerate(name for name in ALL_LEVELS if name != "avx512_vnni" or ALL_LEVELS[0] == name)
+]
+"""The best in every run, the others in the long one: tests/unit/test_native_levels.py compares them in every run.
+`avx512_vnni` is `avx512` with another integer product."""
 DTYPES = [torch.bfloat16, torch.float32]
 
 
@@ -22,9 +32,8 @@ DTYPES = [torch.bfloat16, torch.float32]
 def library_at(level: str) -> NativeLibrary:
     """The library for a level, or the test is skipped: the machine is below it, or has no compiler."""
     env = {**os.environ, VARIABLE: level}
-    best = machine_level({})
-    if best is None or LEVEL_NAMES.index(best.name) > LEVEL_NAMES.index(level):
-        pytest.skip(f"the native kernels need a processor with {level}")
+    if _BEST is None:
+        pytest.skip(NEEDED)
     try:
         return open_library(cache_dir(os.environ) / "kernels", env)
     except NativeUnavailable as exc:
@@ -40,7 +49,7 @@ def require_native() -> None:
     """Skip where `kernels = "native"` would fall back to torch."""
     best = machine_level(os.environ)
     if best is None:
-        pytest.skip("the native kernels need a processor with AVX-512")
+        pytest.skip(NEEDED)
     library_at(best.name)
 
 

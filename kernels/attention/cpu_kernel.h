@@ -196,7 +196,7 @@ INLINE float NAME(soften)(const float *scores, long visible, long padded, elemen
         const lane_mask mask = first_lanes(visible - i);
         lanes v = exponential(sub(load_part(scores + i, mask), high));
         v = rounded(keep(mask, v));
-        store_lanes(weights + i, 0xffff, v);
+        store_lanes(weights + i, first_lanes(LANES), v);
         total = add(total, v);
     }
     return sum_lanes(total);

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.native.cpu import Level, machine_level
+from kernels.native.cpu import NEEDED, Level, machine_level
 
 KERNELS = Path(__file__).resolve().parents[1]
 UNITS = ("bfloat16.c", "float32.c", "threads.c", "check.c", "library.c")
@@ -54,7 +54,7 @@ class Built:
 
 def sources() -> list[Path]:
     """Every file the library is made of."""
-    return sorted([*KERNELS.glob("native/*.[ch]"), *KERNELS.glob("*/cpu_kernel.h")])
+    return sorted([*KERNELS.glob("native/*.[ch]"), *KERNELS.glob("*/cpu_*.h")])
 
 
 def source_digest() -> str:
@@ -87,7 +87,7 @@ def library_for_machine(folder: Path, env: Mapping[str, str]) -> Built:
     except ValueError as exc:
         raise NativeUnavailable(str(exc)) from exc
     if level is None:
-        raise NativeUnavailable("the native kernels need a processor with AVX-512")
+        raise NativeUnavailable(NEEDED)
     return ensure_library(folder, level, env)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 VARIABLE = "BATON_CPU_LEVEL"
 """Forces the level down, for tests: the name of a lower level, or "none"."""
-_BASE = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+NEEDED = "the native kernels need a processor with AVX-512, with AVX2, FMA and F16C, or with 64-bit NEON"
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+_AVX2 = ("avx2", "fma", "f16c")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,45 +19,53 @@ class Level:
     """A set of instructions the kernels are compiled for."""
 
     name: str
+    machine: str  # as `uname -m` says
     needs: frozenset[str]  # as /proc/cpuinfo names them
     flags: tuple[str, ...]  # of the compiler
 
 
+def _x86(name: str, *needs: str) -> Level:
+    return Level(name, "x86_64", frozenset(needs), tuple(f"-m{need.replace('512_', '512')}" for need in needs))
+
+
 LEVELS = (
-    Level("avx512_bf16", frozenset((*_BASE, "avx512_bf16")), (*(f"-m{name}" for name in _BASE), "-mavx512bf16")),
-    Level("avx512", frozenset(_BASE), tuple(f"-m{name}" for name in _BASE)),
+    _x86("avx512_bf16", *_AVX512, "avx512_vnni", "avx512_bf16"),
+    _x86("avx512_vnni", *_AVX512, "avx512_vnni"),
+    _x86("avx512", *_AVX512),
+    _x86("avx2", *_AVX2),
+    Level("neon_dotprod", "aarch64", frozenset(("asimd", "asimddp")), ("-march=armv8.2-a+dotprod",)),
+    Level("neon", "aarch64", frozenset(("asimd",)), ("-march=armv8-a",)),
 )
-"""Best first."""
+"""Best first within a machine. All give the same bits but `avx512_bf16`, whose products of bfloat16 round otherwise."""
 
 
-def best_level(cpu_flags: frozenset[str], forced: str = "") -> Level | None:
+def best_level(cpu_flags: frozenset[str], forced: str = "", machine: str = "x86_64") -> Level | None:
     """The best level a processor with these flags has, at most `forced`; None if it has none.
 
     Raises:
-        ValueError: `forced` is neither empty, "none" nor the name of a level.
+        ValueError: `forced` is neither empty, "none" nor the name of a level of the machine.
     """
-    if forced and forced not in ("none", *(level.name for level in LEVELS)):
-        raise ValueError(f"{VARIABLE}={forced}: known are none, {', '.join(level.name for level in LEVELS)}")
+    levels = [level for level in LEVELS if level.machine == machine]
+    names = [level.name for level in levels]
     if forced == "none":
         return None
-    names = [level.name for level in LEVELS]
-    allowed = LEVELS[names.index(forced) if forced else 0 :]
+    if forced and forced not in names:
+        raise ValueError(f"{VARIABLE}={forced}: known are {', '.join(('none', *names))}")
+    allowed = levels[names.index(forced) if forced else 0 :]
     return next((level for level in allowed if level.needs <= cpu_flags), None)
 
 
 def parse_flags(cpuinfo: str) -> frozenset[str]:
-    """The flags that all processors of a /proc/cpuinfo have; none where it lists none, as on ARM."""
+    """The flags that all processors of a /proc/cpuinfo have ("Features" on ARM); none where it lists none."""
     lines = [line.partition(":") for line in cpuinfo.splitlines()]
-    each = [frozenset(value.split()) for name, _, value in lines if name.strip() == "flags"]
+    each = [frozenset(value.split()) for name, _, value in lines if name.strip() in ("flags", "Features")]
     return frozenset.intersection(*each) if each else frozenset()
 
 
 def machine_level(env: Mapping[str, str]) -> Level | None:
     """The level of this machine, or the lower one the environment asks for."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None
     try:
         flags = parse_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     except OSError:
         return None
-    return best_level(flags, env.get(VARIABLE, ""))
+    return best_level(flags, env.get(VARIABLE, ""), platform.machine())

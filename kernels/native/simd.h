@@ -15,7 +15,7 @@
  *   higher(a, b) lower(a, b)        maximum and minimum; b where either is NaN
  *   higher_part(top, mask, v)       higher(top, v) within the mask, top outside
  *   magnitude(v) to_whole(v)        without the sign; to the nearest whole number, ties to even
- *   scale_by_power(v, n)            v * 2^n, rounded once, n whole and within -250 .. 250
+ *   scale_by_power(v, n)            v * 2^n, rounded once; v of 1/2 to 2, n whole and within -250 .. 250
  *   sum_lanes(v) top_lane(v)        over the lanes, halves with halves: the same order for every row
  *   first_lane(v)                   lane 0
  *   exponential(v) exponential_of(x)
@@ -27,15 +27,18 @@
  *   load_bytes(p, mask) store_bytes(p, mask, w)  16 int8 and their int32; what does not fit becomes -128 or 127
  *   add_words and_words or_words (a, b), shift_left shift_right (w, bits): of 32 bits, zeros shifted in
  *   dot_u8s8(sum, u, s)             sum + the four products u8 * s8 in each word: exact, modulo 2^32
+ *   dot_u7s8(sum, u, s)             the same for u of at most 127: cheaper where there is no such instruction
  *   transpose(in, out)              16 words16: out[i] word j = in[j] word i
  *
  *   load_halves(p, mask)            16 uint16, widened to words
  *   store_halves(p, mask, w)        the lower 16 bits of words
  *   load_float16(p, mask) load_bfloat16(p, mask)  as floats
+ *   or_nan(w, v)                    w, the bits of a NaN where v is one
  *   to_bfloat16(v)                  in the lower halves of words; to nearest, ties to even
  *   add_pairs(sum, a, b)            sum + the two products of bfloat16 in each word; avx512_bf16 rounds them otherwise
  *
  *   ask(p) ask_outer(p)             prefetch a cache line to the first, to the second level
+ *   LANE_REGISTERS                  how many `lanes` the registers hold: what a tile's sums are chosen by
  *
  * Included once per element type: BATON_BFLOAT16 is 1 or 0 (float32). A *word* is 32 bits of a row: two bfloat16
  * elements or one float32.
@@ -57,7 +60,15 @@
 
 enum { LANES = 16 };
 
+#if defined __AVX512F__
 #include "native/simd_avx512.h"
+#elif defined __AVX2__
+#include "native/simd_avx2.h"
+#elif defined __aarch64__
+#include "native/simd_neon.h"
+#else
+#error "the kernels are written for AVX-512, AVX2 with FMA and F16C, and 64-bit NEON"
+#endif
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 INLINE long larger(long a, long b) { return a > b ? a : b; }

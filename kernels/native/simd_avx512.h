@@ -8,6 +8,8 @@ typedef __m512 lanes;
 typedef __m512i words16;
 typedef __mmask16 lane_mask;
 
+enum { LANE_REGISTERS = 32 };
+
 INLINE lane_mask first_lanes(long count) {
     return count >= LANES ? (lane_mask)0xffff : count <= 0 ? (lane_mask)0 : (lane_mask)((1u << count) - 1);
 }
@@ -76,14 +78,31 @@ INLINE words16 load_bytes(const int8_t *p, lane_mask mask) {
 }
 INLINE void store_bytes(int8_t *p, lane_mask mask, words16 w) { _mm512_mask_cvtsepi32_storeu_epi8(p, mask, w); }
 
+#ifdef __AVX512VNNI__
+/* Not the intrinsic: gcc 12 moves the sums of a tile out of registers for it. */
+INLINE words16 dot_bytes(words16 sum, words16 u, words16 s) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
+    return sum;
+}
+#endif
+
 INLINE words16 dot_u8s8(words16 sum, words16 u, words16 s) {
 #ifdef __AVX512VNNI__
-    return _mm512_dpbusd_epi32(sum, u, s);
+    return dot_bytes(sum, u, s);
 #else
     /* bytes in even and in odd places, as 16 bits: pairs of products are added in 32 */
     words16 even = _mm512_and_si512(u, _mm512_set1_epi16(0xff)), odd = _mm512_srli_epi16(u, 8);
     sum = _mm512_add_epi32(sum, _mm512_madd_epi16(even, _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8)));
     return _mm512_add_epi32(sum, _mm512_madd_epi16(odd, _mm512_srai_epi16(s, 8)));
+#endif
+}
+
+/* Two products of at most 127 * 128 fit 16 bits. */
+INLINE words16 dot_u7s8(words16 sum, words16 u, words16 s) {
+#ifdef __AVX512VNNI__
+    return dot_bytes(sum, u, s);
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(u, s), _mm512_set1_epi16(1)));
 #endif
 }
 
@@ -126,7 +145,6 @@ INLINE void store_halves(void *p, lane_mask mask, words16 w) {
     _mm256_mask_storeu_epi16(p, mask, _mm512_cvtepi32_epi16(w));
 }
 
-/* `w` with the bits of a NaN where `v` is one */
 INLINE words16 or_nan(words16 w, lanes v) {
     return _mm512_mask_set1_epi32(w, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), 0x7fc00000);
 }

@@ -63,6 +63,14 @@ static void futex_wait(counter *c, uint64_t seen) {
 }
 static void futex_wake(counter *c) { syscall(SYS_futex, &c->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
 
+static void pause_a_little(void) {
+#if defined __x86_64__
+    __builtin_ia32_pause();
+#elif defined __aarch64__
+    __asm__ volatile("isb" ::: "memory"); /* its yield does nothing on most processors */
+#endif
+}
+
 static long now_ns(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -75,7 +83,7 @@ static int spin(const counter *c, uint64_t value, int equal) {
     for (;;) {
         for (int i = 0; i < SPINS_A_LOOK; i++) {
             if ((load(c) == value) == equal) return 1;
-            __builtin_ia32_pause();
+            pause_a_little();
         }
         long now = now_ns();
         if (!until) until = now + SPIN_NS;

@@ -16,7 +16,7 @@ import pytest
 from kernels.dispatch import choose
 from kernels.native import cpu
 from kernels.native.build import Built, Compiler, NativeUnavailable, compile_library, ensure_library, find_compiler
-from kernels.native.cpu import LEVELS, VARIABLE, best_level, machine_level, parse_flags
+from kernels.native.cpu import LEVELS, NEEDED, VARIABLE, best_level, machine_level, parse_flags
 from kernels.native.library import open_library
 from services.cli.native_kernels import prepare_kernels
 from shared.model.decoder import load_decoder
@@ -25,28 +25,44 @@ from shared.settings.sections import EngineSettings, Settings, WorkersSettings
 from tests.native import require_native
 from tests.tiny_models import make_tiny_model
 
-ALL_FLAGS = LEVELS[0].needs
+ALL_FLAGS = frozenset[str]().union(*(level.needs for level in LEVELS))
 
 
-def test_the_best_level_is_one_the_processor_has() -> None:
-    assert best_level(ALL_FLAGS) is LEVELS[0]
-    assert best_level(ALL_FLAGS - {"avx512_bf16"}) is LEVELS[1]
-    assert best_level(ALL_FLAGS - {"avx512vl"}) is None
-    assert best_level(frozenset()) is None
+@pytest.mark.parametrize(
+    ("machine", "without", "name"),
+    [
+        ("x86_64", set(), "avx512_bf16"),
+        ("x86_64", {"avx512_bf16"}, "avx512_vnni"),
+        ("x86_64", {"avx512_vnni"}, "avx512"),
+        ("x86_64", {"avx512vl"}, "avx2"),
+        ("x86_64", {"avx512vl", "f16c"}, None),
+        ("x86_64", ALL_FLAGS, None),
+        ("aarch64", set(), "neon_dotprod"),
+        ("aarch64", {"asimddp"}, "neon"),
+        ("aarch64", ALL_FLAGS, None),
+        ("riscv64", set(), None),
+    ],
+)
+def test_the_best_level_is_one_the_processor_has(machine: str, without: set[str], name: str | None) -> None:
+    found = best_level(ALL_FLAGS - without, machine=machine)
+    assert (found.name if found else None) == name
 
 
 def test_a_level_is_forced_down_and_never_up() -> None:
-    assert best_level(ALL_FLAGS, "avx512") is LEVELS[1]
+    assert best_level(ALL_FLAGS, "avx512") is LEVELS[2]
     assert best_level(ALL_FLAGS, "none") is None
     assert best_level(ALL_FLAGS - {"avx512_bf16"}, "avx512_bf16") is LEVELS[1]
     with pytest.raises(ValueError, match="sse: known are none, avx512_bf16"):
         best_level(ALL_FLAGS, "sse")
+    with pytest.raises(ValueError, match=r"avx2: known are none, neon_dotprod, neon$"):
+        best_level(ALL_FLAGS, "avx2", "aarch64")
 
 
 def test_only_flags_of_all_processors_count() -> None:
     text = "processor : 0\nflags\t\t: fpu avx512f fma\nvmx flags\t: x\nprocessor : 1\nflags\t\t: fpu fma\n"
     assert parse_flags(text) == {"fpu", "fma"}
-    assert parse_flags("processor : 0\nFeatures : fp asimd\n") == frozenset()
+    assert parse_flags("processor : 0\nFeatures : fp asimd\n") == {"fp", "asimd"}
+    assert parse_flags("processor : 0\nmodel name : x\n") == frozenset()
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +197,7 @@ def test_native_falls_back_with_one_warning(
         choice = choose("native", tmp_path / "kept")
     assert choice.native is None
     assert choice == choose("torch") == choose("auto")
-    assert [record.message for record in caplog.records] == [
-        "the native kernels need a processor with AVX-512; torch computes instead, more slowly"
-    ]
+    assert [record.message for record in caplog.records] == [f"{NEEDED}; torch computes instead, more slowly"]
     assert not (tmp_path / "kept").exists()
 
 
@@ -204,7 +218,7 @@ def test_up_builds_what_its_workers_will_load(tmp_path: Path, built: Built) -> N
 
 def test_a_forced_level_nobody_knows_is_named(tmp_path: Path) -> None:
     if machine_level({}) is None:
-        pytest.skip("the native kernels need a processor with AVX-512")
+        pytest.skip(NEEDED)
     with pytest.raises(NativeUnavailable, match="BATON_CPU_LEVEL=sse"):
         open_library(tmp_path, {VARIABLE: "sse"})
 
