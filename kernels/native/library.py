@@ -25,6 +25,7 @@ class NativeLibrary:
 
     id: str  # source, level, compiler, and what this processor makes of sums: part of the `numerics` id
     functions: Any  # ctypes.CDLL
+    level: str  # its instruction set, as kernels.native.cpu names it
 
 
 class Team:
@@ -75,7 +76,7 @@ def open_library(folder: Path, env: Mapping[str, str] | None = None) -> NativeLi
     if built.path not in _loaded:
         try:
             functions = declare(ctypes.CDLL(str(built.path)))
-            _loaded[built.path] = NativeLibrary(f"{built.id}-{_rounding(functions)}", functions)
+            _loaded[built.path] = NativeLibrary(f"{built.id}-{_rounding(functions)}", functions, built.level)
         except (OSError, ValueError, AttributeError) as exc:
             raise NativeUnavailable(f"the native kernels at {built.path} cannot be loaded: {exc}") from exc
     return _loaded[built.path]

@@ -18,6 +18,7 @@ from kernels.activation import silu_mul
 from kernels.attention import AttentionPlan, attention, plan_attention
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.linear import padded_rows
+from kernels.linear.quantize import NONE, QUANTS, Quant, Unquantizable
 from kernels.native.build import NativeUnavailable
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
@@ -28,10 +29,11 @@ from shared.kv.layout import LayerGroup
 from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import ModelConfig, load_config
 from shared.model.fetch import cache_dir
-from shared.model.native_decoder import NativeDecoder
+from shared.model.native_decoder import Kept, NativeDecoder
+from shared.model.pack_cache import PackCache
 from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
 from shared.model.rope_table import rope_table
-from shared.model.weights import Weights
+from shared.model.weights import Weights, model_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -44,6 +46,7 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     kernels: KernelChoice
+    quant: Quant
 
     def forward(self, batch: ForwardBatch, groups: tuple[LayerGroup, ...], pools: tuple[Tensor, ...]) -> Tensor:
         """As `Decoder.forward`."""
@@ -109,6 +112,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.kernels = kernels
+        self.quant = NONE
         self._tp = tp
         # As stored: a step looks at few rows, and those are converted then.
         self._embedding = weights.mapped(EMBEDDING)
@@ -189,6 +193,7 @@ def load_decoder(
     tp: TensorParallel | None = None,
     with_head: bool = True,
     threads: int = 0,
+    quant: str = "none",
 ) -> Model:
     """Load a model folder.
 
@@ -197,23 +202,43 @@ def load_decoder(
         kernels: a choice of `kernels.dispatch`. Where "native" cannot be had, a warning says why and torch computes.
         with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
         threads: of native kernels; 0 = as many as torch has.
+        quant: a key of `QUANTS`: how the weights of layers are kept. Integers are the native kernels' alone, so they
+            are not computed otherwise where those cannot be had.
 
     Raises:
-        SettingsError: the folder, the dtype or the choice cannot be used.
+        SettingsError: the folder, the dtype or the choice cannot be used, or the quantization not with them.
     """
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
+    if quant not in QUANTS:
+        raise SettingsError(f"quant {quant!r} is none of {', '.join(QUANTS)}", param="quant")
+    integers = QUANTS[quant]
+    if integers.bits and (kernels not in ("auto", "native") or dtype == "float64"):
+        raise SettingsError(
+            f"quant {quant!r} needs the native kernels, which compute in bfloat16 and float32: not kernels {kernels!r} "
+            f"with dtype {dtype!r}",
+            param="quant",
+        )
     try:
-        choice = choose(kernels, cache_dir(os.environ) / "kernels")
+        choice = choose("native" if integers.bits else kernels, cache_dir(os.environ) / "kernels")
     except UnknownKernels as exc:
         raise SettingsError(str(exc), param="kernels") from exc
     config, parallel = load_config(folder), tp or TensorParallel()
     with Weights(folder, config) as weights:
         if choice.native is not None:
             count = threads or torch.get_num_threads()
+            kept = Kept(PackCache(cache_dir(os.environ) / "packed"), model_digest(folder))
             try:
-                return NativeDecoder(config, weights, DTYPES[dtype], choice, choice.native, count, parallel, with_head)
+                return NativeDecoder(
+                    config, weights, DTYPES[dtype], choice, choice.native, count, parallel, with_head, kept, integers
+                )
             except NativeUnavailable as exc:
+                if integers.bits:
+                    raise SettingsError(f"quant {quant!r} needs the native kernels: {exc}", param="quant") from exc
                 log.warning("%s; torch computes instead, more slowly", exc)
+            except Unquantizable as exc:
+                raise SettingsError(f"quant {quant!r}: {exc}", param="quant") from exc
             choice = KernelChoice(choice.linear)
+        if integers.bits:
+            raise SettingsError(f"quant {quant!r} needs the native kernels, which cannot be had here", param="quant")
         return Decoder(config, weights, DTYPES[dtype], choice, parallel, with_head)

@@ -5,21 +5,39 @@ The same model as `shared.model.decoder.Decoder`, with one difference in arithme
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kernels.dispatch import KernelChoice
+from kernels.linear.quantize import NONE, Quant
 from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
 from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape, require_runnable
-from kernels.native.packed import PackedLinear, pack_linear, packed_bytes
+from kernels.native.packed import PackedLinear, pack_linear
 from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
-from shared.model.checkpoint import EMBEDDING, HEAD
+from shared.model.checkpoint import EMBEDDING, HEAD, expected_shapes
 from shared.model.config import ModelConfig
+from shared.model.pack_cache import PackCache, packing_digest
 from shared.model.quantization import TensorParallel
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
+
+Tensors = Callable[[str], Tensor]
+"""A checkpoint's tensors by name; of some only the shape is looked at."""
+LayerLinears = tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear]
+"""qkv, o, gate and up, down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where a model's packed weights are kept, and the digest of the model they come from."""
+
+    packs: PackCache
+    model_digest: str
 
 
 class NativeDecoder:
@@ -27,9 +45,12 @@ class NativeDecoder:
 
     Args:
         threads: that compute together.
+        kept: None packs in this process's memory.
+        quant: how weights of layers are kept, and by its `head` that of the output head.
 
     Raises:
         NativeUnavailable: the library cannot run such a model, or the system gives no more threads.
+        Unquantizable: a weight has no such integers.
     """
 
     def __init__(
@@ -42,10 +63,13 @@ class NativeDecoder:
         threads: int,
         tp: TensorParallel,
         with_head: bool = True,
+        kept: Kept | None = None,
+        quant: Quant = NONE,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.kernels = kernels
+        self.quant = quant
         require_runnable(dtype, config.head_dim)
         self._team = Team(library, threads)
         self._shape = Shape(
@@ -58,16 +82,14 @@ class NativeDecoder:
             eps=config.rms_norm_eps,
             scale=config.scale,
         )
-        self._arena = Arena(_arena_bytes(self._shape, config.num_layers, dtype, with_head))
-        self._weights = weights
+        self._tp = tp
         embedding = weights.mapped(EMBEDDING)
         self._embedding = embedding.float() if embedding.dtype == torch.float64 else embedding
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
-        self._final_norm = self._norm("model.norm")
-        self._layers = [self._layer(i) for i in range(config.num_layers)]
-        head = EMBEDDING if config.tied_embeddings else HEAD
-        self._head = self._pack([head], [], bias=False) if with_head else None
-        del self._weights
+        self._norms = [_layer_norms(weights, i) for i in range(config.num_layers)]
+        self._final_norm = _copied(weights["model.norm.weight"])
+        self._arena = self._packed(weights.__getitem__, kept, with_head)
+        self._linears, self._head = self._lay_out(self._arena, _shapes(config), with_head)
         self._groups: tuple[LayerGroup, ...] = ()
         self._model: NativeModel | None = None
 
@@ -95,7 +117,10 @@ class NativeDecoder:
 
     def _in_groups(self, groups: tuple[LayerGroup, ...]) -> NativeModel:
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
-        layers = [NativeLayer(*parts, *place[i]) for i, parts in enumerate(self._layers)]
+        layers = [
+            NativeLayer(*norms, *linears, *place[i])
+            for i, (norms, linears) in enumerate(zip(self._norms, self._linears, strict=True))
+        ]
         return NativeModel(
             self._team,
             self.dtype,
@@ -107,37 +132,66 @@ class NativeDecoder:
             self._head,
         )
 
-    def _layer(self, index: int) -> tuple[Tensor, Tensor, PackedLinear, PackedLinear, PackedLinear, PackedLinear]:
-        prefix, config = f"model.layers.{index}", self.config
-        qkv = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
-        return (
-            self._norm(f"{prefix}.input_layernorm"),
-            self._norm(f"{prefix}.post_attention_layernorm"),
-            self._fused(qkv, config.attention_bias),
-            self._fused([f"{prefix}.self_attn.o_proj"], config.attention_bias),
-            self._fused([f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], config.mlp_bias, gated=True),
-            self._fused([f"{prefix}.mlp.down_proj"], config.mlp_bias),
-        )
+    def _packed(self, tensors: Tensors, kept: Kept | None, with_head: bool) -> Arena:
+        """The filled arena: kept on disk, with a head for all who share it, or packed here without one unneeded."""
+        if kept is not None:
+            plan = Arena.plan()
+            self._lay_out(plan, _shapes(self.config))
+            found = kept.packs.arena(self._what(kept), plan, lambda arena: self._lay_out(arena, tensors))
+            if found is not None:
+                return found
+        plan = Arena.plan()
+        self._lay_out(plan, _shapes(self.config), with_head)
+        arena = Arena(plan.used)
+        self._lay_out(arena, tensors, with_head)
+        return arena.again()
 
-    def _fused(self, names: list[str], bias: bool, gated: bool = False) -> PackedLinear:
-        return self._pack([f"{name}.weight" for name in names], [f"{name}.bias" for name in names], bias, gated)
+    def _what(self, kept: Kept) -> dict[str, str]:
+        """All that decides the bytes of packed weights."""
+        return {
+            "model": kept.model_digest,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quant": self.quant.name,
+            "level": self._team.library.level,
+            "tensor parallel": f"{self._tp.rank}/{self._tp.size}",
+            "packing": packing_digest(),
+        }
 
-    def _pack(self, names: list[str], bias_names: list[str], bias: bool, gated: bool = False) -> PackedLinear:
-        parts = [self._weights[name] for name in names]
-        biases = [self._weights[name] for name in bias_names] if bias else []
-        return pack_linear(self._team, self._arena, parts, biases, self.dtype, gated)
+    def _lay_out(
+        self, arena: Arena, tensors: Tensors, with_head: bool = True
+    ) -> tuple[list[LayerLinears], PackedLinear | None]:
+        """The linear layers in the arena's pieces, one decoder layer after the other; the head last."""
+        config = self.config
 
-    def _norm(self, name: str) -> Tensor:
-        """A copy: the tensor as read is part of the whole file's mapping, which would stay in memory with it."""
-        return self._weights[f"{name}.weight"].to(torch.float32, copy=True)
+        def pack(names: list[str], bias: bool = False, gated: bool = False, quant: Quant = self.quant) -> PackedLinear:
+            parts = [tensors(f"{name}.weight") for name in names]
+            biases = [tensors(f"{name}.bias") for name in names] if bias else []
+            return pack_linear(self._team, arena, parts, biases, self.dtype, gated, quant)
+
+        layers = []
+        for i in range(config.num_layers):
+            attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+            qkv = pack([f"{attention}.{name}_proj" for name in "qkv"], config.attention_bias)
+            o = pack([f"{attention}.o_proj"], config.attention_bias)
+            gate_up = pack([f"{mlp}.gate_proj", f"{mlp}.up_proj"], config.mlp_bias, gated=True)
+            layers.append((qkv, o, gate_up, pack([f"{mlp}.down_proj"], config.mlp_bias)))
+        head = EMBEDDING if config.tied_embeddings else HEAD
+        return layers, pack([head.removesuffix(".weight")], quant=self.quant.head) if with_head else None
 
 
-def _arena_bytes(shape: Shape, num_layers: int, dtype: torch.dtype, with_head: bool) -> int:
-    q, kv = shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    layer = (
-        packed_bytes(q + 2 * kv, shape.hidden, dtype)
-        + packed_bytes(shape.hidden, q, dtype)
-        + packed_bytes(2 * shape.intermediate, shape.hidden, dtype, gated=True)
-        + packed_bytes(shape.hidden, shape.intermediate, dtype)
+def _layer_norms(weights: Weights, index: int) -> tuple[Tensor, Tensor]:
+    prefix = f"model.layers.{index}"
+    return _copied(weights[f"{prefix}.input_layernorm.weight"]), _copied(
+        weights[f"{prefix}.post_attention_layernorm.weight"]
     )
-    return num_layers * layer + (packed_bytes(shape.vocab, shape.hidden, dtype) if with_head else 0)
+
+
+def _shapes(config: ModelConfig) -> Tensors:
+    """A checkpoint's tensors without their values."""
+    shapes = expected_shapes(config)
+    return lambda name: torch.empty(shapes[name], device="meta")
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """The tensor as read is part of the whole file's mapping, which would stay in memory with it."""
+    return tensor.to(torch.float32, copy=True)

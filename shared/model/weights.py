@@ -7,6 +7,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -94,10 +95,23 @@ class Weights:
 
 def model_digest(folder: Path) -> str:
     """XXH3-128 (32 hex digits) over the configuration and all weight bytes: what makes two models the same model."""
-    digest = xxhash.xxh3_128()
+    stamps = []
     for path in [folder / "config.json", *weight_files(folder)]:
         try:
-            digest.update(f"{path.name}\x00{path.stat().st_size}\x00".encode())
+            status = path.stat()
+        except OSError as exc:
+            raise broken(path, exc) from exc
+        stamps.append((path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return _digest_of(tuple(stamps))
+
+
+@lru_cache(maxsize=16)
+def _digest_of(stamps: tuple[tuple[Path, int, int, int, int, int], ...]) -> str:
+    """Read once a process, as long as the files' stamps stay."""
+    digest = xxhash.xxh3_128()
+    for path, _, _, size, *_ in stamps:
+        digest.update(f"{path.name}\x00{size}\x00".encode())
+        try:
             for chunk in _chunks(path):
                 digest.update(chunk)
         except OSError as exc:

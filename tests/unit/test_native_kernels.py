@@ -49,7 +49,7 @@ def rand(seed: int, *shape: int) -> Tensor:
 
 def packed(team: Team, parts: Sequence[Tensor], biases: Sequence[Tensor], gated: bool = False) -> PackedLinear:
     out = sum(len(part) for part in parts)
-    arena = Arena(packed_bytes(out, parts[0].shape[1], parts[0].dtype, gated))
+    arena = Arena(packed_bytes(out, parts[0].shape[1], parts[0].dtype, gated, bool(biases)))
     return pack_linear(team, arena, parts, biases, parts[0].dtype, gated)
 
 

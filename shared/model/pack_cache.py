@@ -1,0 +1,159 @@
+"""Packed weights kept on disk: packed once a machine, mapped and shared by all its workers.
+
+    <folder>/lock          one packer at a time; the others wait
+    <folder>/<key>.pack    see shared/model/pack_file.py
+
+What cannot be kept is packed in each worker's own memory: slower to start, and it takes more of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.native.arena import Arena
+from kernels.native.build import KERNELS, source_digest
+from shared.model.pack_file import TEMP_PREFIX, Damaged, in_use, open_pack, write_pack
+
+log = logging.getLogger(__name__)
+
+PACKERS = (
+    *(KERNELS / name for name in ("native/abi.py", "native/arena.py", "native/packed.py", "linear/quantize.py")),
+    KERNELS / "linear" / "quantize.py",
+    *(Path(__file__).with_name(name) for name in ("native_decoder.py", "pack_file.py")),
+)
+"""Python that decides what a pack holds; the C sources count too."""
+LEAST_BYTES = 16 * 1024 * 1024
+"""Less than this is packed sooner than read."""
+KEEP_DAYS = 30.0
+KEEP_BYTES = 16 * 1024**3
+"""Packs nobody uses stay so long, and while they take no more together; those used last stay longest."""
+_DAY_S = 86400.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def packing_digest() -> str:
+    """Id of everything that decides how weights are packed."""
+    digest = hashlib.blake2b(source_digest().encode(), digest_size=8)
+    for path in PACKERS:
+        digest.update(b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PackCache:
+    """A folder of packs. Nothing of it raises for what is wrong with the folder: that costs a line and memory."""
+
+    folder: Path
+    least_bytes: int = LEAST_BYTES
+
+    def arena(self, what: Mapping[str, str], plan: Arena, fill: Callable[[Arena], object]) -> Arena | None:
+        """The packed weights, to be laid out again; packed by `fill` if they are not kept yet.
+
+        Args:
+            what: all that decides their bytes, by name.
+            plan: of their pieces.
+            fill: lays them out in an arena that is not filled. What it raises goes through.
+
+        Returns:
+            A filled arena; or None where none can be kept, or these are not worth it: nothing was packed then.
+        """
+        if plan.used < self.least_bytes:
+            return None
+        try:
+            self._require_private()
+            path = self.folder / f"{_key(what)}.pack"
+            found = _open(path, what, plan, tell=False)
+            return found or self._packed(path, what, plan, fill)
+        except OSError as exc:
+            self._tell(exc)
+            return None
+
+    def _packed(self, path: Path, what: Mapping[str, str], plan: Arena, fill: Callable[[Arena], object]) -> Arena:
+        with self._one_at_a_time():
+            if found := _open(path, what, plan, tell=True):
+                return found
+            for left in self.folder.glob(f"{TEMP_PREFIX}*"):  # of a packer that was killed: we hold the lock
+                left.unlink(missing_ok=True)
+            arena = Arena(plan.used)
+            fill(arena)
+            try:
+                self._write(path, what, arena)
+            except OSError as exc:
+                self._tell(exc)
+                return arena.again()
+            self.prune(keep=path)
+        return _open(path, what, plan, tell=True) or arena.again()
+
+    def _write(self, path: Path, what: Mapping[str, str], arena: Arena) -> None:
+        try:
+            write_pack(path, what, arena)
+        except OSError as exc:
+            if exc.errno not in _FULL or not self.prune(keep=path, keep_bytes=0):
+                raise
+            write_pack(path, what, arena)
+
+    def prune(self, keep: Path, keep_bytes: int = KEEP_BYTES, keep_days: float = KEEP_DAYS) -> int:
+        """Remove packs that nobody uses and nobody will miss, but not `keep`. Returns how many went."""
+        removed, total, now = 0, 0, time.time()
+        for path, status in sorted(_packs(self.folder), key=lambda entry: -entry[1].st_mtime):
+            if path == keep:
+                continue
+            with suppress(OSError):
+                if in_use(path):
+                    continue
+                total += status.st_size
+                if total > keep_bytes or now - status.st_mtime > keep_days * _DAY_S:
+                    path.unlink()
+                    removed += 1
+        return removed
+
+    def _require_private(self) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.folder.stat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise PermissionError(errno.EPERM, "the folder is others' or can be written by them")
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        with (self.folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.info("waiting for another process that packs weights")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _tell(self, exc: OSError) -> None:
+        said = exc.strerror or exc
+        log.warning("cannot keep packed weights in %s: %s; this worker packs its own in memory", self.folder, said)
+
+
+def _open(path: Path, what: Mapping[str, str], plan: Arena, tell: bool) -> Arena | None:
+    """As `open_pack`, and None for a damaged file, with a line about it."""
+    try:
+        return open_pack(path, what, plan)
+    except Damaged as exc:
+        if tell:
+            log.warning("the packed weights at %s are of no use, %s: they are packed again", path, exc)
+        return None
+
+
+def _packs(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in folder.glob("*.pack"):
+        with suppress(OSError):
+            yield path, path.stat()
+
+
+def _key(what: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(dict(what), sort_keys=True).encode(), digest_size=16).hexdigest()
