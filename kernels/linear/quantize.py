@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+RULE = 1
+"""Raised when the same weights become other integers: part of the `numerics` id."""
 INT8_GROUP = 64
 """Inputs of a row that share a scale where weights are int8. One for the whole row costs a small model five times the
 divergence, see docs/results/quality.txt."""

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 from kernels.native.build import NativeUnavailable, library_for_machine
 from shared.model.fetch import cache_dir
+from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
 
 def prepare_kernels(settings: Settings, env: Mapping[str, str]) -> str:
     """Build the library if these settings want it and it is not there. Returns a line about it, or nothing."""
-    if settings.engine.kernels != "native" or settings.workers.fake:
+    quantized = any(model.quant != "none" for model in served_models(settings))
+    if settings.workers.fake or not (settings.engine.kernels == "native" or quantized):
         return ""
     try:
         built = library_for_machine(cache_dir(env) / "kernels", env)

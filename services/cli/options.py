@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
 from shared.contracts.errors import SettingsError
+from shared.settings.sections import Quantization
 
 
 def up_parser() -> argparse.ArgumentParser:
@@ -14,6 +15,7 @@ def up_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="DIR", help="folder of a Llama-architecture checkpoint (safetensors)")
     parser.add_argument("--name", metavar="NAME", help="name clients ask for")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="weights and KV")
+    parser.add_argument("--quant", choices=get_args(Quantization), help="weights of layers as integers (default none)")
     parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default 8080; 0 takes a free one)")
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (default 1)")
@@ -39,6 +41,7 @@ def up_flags(options: argparse.Namespace) -> dict[str, Any]:
         "model.path": options.model,
         "model.name": options.name or _model_name(options.model),
         "model.dtype": options.dtype,
+        "engine.quant": options.quant,
         "gateway.host": options.host,
         "gateway.port": options.port,
         "workers.prefill": options.prefill,

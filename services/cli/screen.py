@@ -48,7 +48,8 @@ def ready_screen(settings: Settings, record: StackRecord, logs: Path, elapsed_s:
     url, api_key = record.url, record.api_key
     models = served_models(settings)
     body = json.dumps({"model": models[0].name, "messages": [{"role": "user", "content": "Hello"}]})
-    rows = [f"{m.name}, {m.dtype}, {m.prefill} prefill + {m.decode} decode" for m in models]
+    kinds = [m.dtype if m.quant == "none" else f"{m.quant} over {m.dtype}" for m in models]
+    rows = [f"{m.name}, {k}, {m.prefill} prefill + {m.decode} decode" for m, k in zip(models, kinds, strict=True)]
     if settings.workers.fake:
         rows = [f"FAKE WORKERS: tokens are made up; {m.name}, {m.prefill} prefill + {m.decode} decode" for m in models]
     what = "\n  ".join(rows)

@@ -9,19 +9,22 @@ import torch
 from kernels.attention import KEY_TILE, QUERY_TILE, SPLIT
 from kernels.dispatch import KernelChoice
 from kernels.linear import ROW_TILE
+from kernels.linear.quantize import NONE, RULE, Quant
 
 FORMAT = 1
 """Raised when a kernel's accumulation order changes."""
 _FEATURES = ("_is_avx2_supported", "_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
 
-def numerics_id(dtype: str, kernels: KernelChoice) -> str:
-    """Id of everything that decides the bits of a logit: kernel build, instruction set, dtype, tile constants, torch.
+def numerics_id(dtype: str, kernels: KernelChoice, quant: Quant = NONE) -> str:
+    """Id of everything that decides the bits of a logit: kernel build, instruction set, dtype, integers of weights,
+    tile constants, torch.
 
     The thread count is left out: rows do not depend on it, and the tests hold that.
     """
     tiles = f"r{ROW_TILE}q{QUERY_TILE}k{KEY_TILE}s{SPLIT}"
-    return f"{FORMAT}-{kernels.build}-{_instruction_set()}-{dtype}-{tiles}-torch{torch.__version__}"
+    kind = f"{dtype}-{quant.name}.{RULE}" if quant.bits else dtype
+    return f"{FORMAT}-{kernels.build}-{_instruction_set()}-{kind}-{tiles}-torch{torch.__version__}"
 
 
 def _instruction_set() -> str:

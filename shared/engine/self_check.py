@@ -16,6 +16,7 @@ from kernels.activation import silu_mul
 from kernels.attention import attention, plan_attention
 from kernels.dispatch import KernelChoice
 from kernels.linear import linear, pack
+from kernels.linear.quantize import NONE, Quant
 from kernels.norm import rms_norm
 from shared.contracts.errors import SettingsError
 from shared.engine.native_check import NativeCheck
@@ -54,11 +55,11 @@ class SelfCheck:
 
 
 @torch.inference_mode()
-def run_self_check(config: ModelConfig, dtype: torch.dtype, kernels: KernelChoice) -> SelfCheck:
+def run_self_check(config: ModelConfig, dtype: torch.dtype, kernels: KernelChoice, quant: Quant = NONE) -> SelfCheck:
     """Check the operations in the model's own shapes (the head's width shortened). Takes under two seconds."""
     start = time.perf_counter()
     if kernels.native is not None:
-        difference = NativeCheck(config, dtype, kernels.native).difference()
+        difference = NativeCheck(config, dtype, kernels.native, quant).difference()
         check = Check("native step", difference is None, difference or "")
         return SelfCheck((check,), time.perf_counter() - start)
     generator = torch.Generator().manual_seed(0)

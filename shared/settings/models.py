@@ -33,6 +33,7 @@ def served_models(settings: Settings) -> tuple[ModelEntry, ...]:
                 "prefill": workers.prefill if entry.prefill is None else entry.prefill,
                 "decode": workers.decode if entry.decode is None else entry.decode,
                 "pool_bytes": entry.pool_bytes or settings.kv.pool_bytes,
+                "quant": entry.quant or settings.engine.quant,
             }
         )
         for entry in entries
@@ -51,7 +52,8 @@ def for_model(settings: Settings, entry: ModelEntry) -> Settings:
     )
     workers = settings.workers.model_copy(update={"prefill": entry.prefill, "decode": entry.decode})
     kv = settings.kv.model_copy(update={"pool_bytes": entry.pool_bytes})
-    return settings.model_copy(update={"models": (), "model": model, "workers": workers, "kv": kv})
+    engine = settings.engine.model_copy(update={"quant": entry.quant or settings.engine.quant})
+    return settings.model_copy(update={"models": (), "model": model, "workers": workers, "kv": kv, "engine": engine})
 
 
 def only_model(settings: Settings) -> ModelEntry:

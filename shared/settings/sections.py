@@ -11,6 +11,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 POOL_PATTERN = r"^[a-z0-9-]{1,40}$"
+Quantization = Literal["none", "int8", "int4", "int4-g64", "int4-g128"]
+"""As `kernels.linear.quantize.QUANTS`, which a process without torch cannot ask; a test holds them together."""
 
 
 class Section(BaseModel):
@@ -50,6 +52,7 @@ class ModelEntry(Section):
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="sampling when a client names none: the model's own defaults, or the API's"
     )
+    quant: Quantization | None = Field(None, description="weights of its layers; none: as [engine] says")
     aliases: tuple[str, ...] = Field((), description="other names clients may ask for")
     prefill: int | None = Field(None, ge=0, le=64, description="prefill workers; none: as [workers] says")
     decode: int | None = Field(None, ge=1, le=64, description="decode workers; none: as [workers] says")
@@ -78,8 +81,17 @@ class EngineSettings(Section):
     batch_size: int = Field(8, ge=1, description="most sequences of a static or dynamic batch")
     batch_window_s: float = Field(0.05, ge=0, description="how long a dynamic batch waits to become full, seconds")
     threads: int = Field(0, ge=0, description="compute threads of a worker; 0 shares the cores among the workers")
-    kernels: Literal["auto", "torch", "native"] = Field(
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="what computes: auto is an NVIDIA GPU, sm_80 or newer, where torch and Triton find one"
+    )
+    gpu_share: float = Field(
+        0.0, ge=0, le=0.98, description="most of the GPU's memory a worker takes, a share; 0: 0.9 among all workers"
+    )
+    kernels: Literal["auto", "torch", "native", "triton"] = Field(
         "auto", description="what computes: torch, or native kernels compiled on this machine; auto: torch"
+    )
+    quant: Quantization = Field(
+        "none", description="weights of layers as integers, by the native kernels; int4 has groups of 32 inputs"
     )
 
 
