@@ -27,13 +27,15 @@ class RowSampling:
     top_p: float  # 1 = off
     seed: int  # 64 bit
     position: int  # absolute position of the token drawn
+    min_p: float = 0.0  # share of the best token's probability below which a token is dropped; 0 = off
 
 
 def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     """One token id per row.
 
     Order: temperature, then top-k (exactly k survive, ties to the lowest ids), then top-p (the smallest set whose
-    mass reaches p, at least one token, ties to the lowest ids), then the draw in float32, ties to the lowest id.
+    mass reaches p, at least one token, ties to the lowest ids), then min-p, then the draw in float32, ties to the
+    lowest id.
     log p stands up to the row's constant, which cannot move the argmax.
 
     Args:
@@ -48,7 +50,7 @@ def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     return [
         reference.greedy(values[i])
         if row.temperature < GREEDY_BELOW
-        else reference.sample(values[i], row.temperature, row.top_k, row.top_p, row.seed, row.position)
+        else reference.sample(values[i], row.temperature, row.top_k, row.top_p, row.seed, row.position, row.min_p)
         for i, row in enumerate(rows)
     ]
 

@@ -15,10 +15,12 @@ def greedy(logits: Floats) -> int:
     return int(np.argmax(logits))
 
 
-def sample(logits: Floats, temperature: float, top_k: int, top_p: float, seed: int, position: int) -> int:
+def sample(
+    logits: Floats, temperature: float, top_k: int, top_p: float, seed: int, position: int, min_p: float = 0.0
+) -> int:
     scaled = logits / np.float32(temperature)
     scaled -= scaled.max()
-    ids = survivors(scaled, top_k, top_p)
+    ids = survivors(scaled, top_k, top_p, min_p)
     if ids is None:
         ids = np.flatnonzero(scaled >= -_MAX_GAP)
         if len(ids) > len(scaled) // 4:
@@ -26,12 +28,22 @@ def sample(logits: Floats, temperature: float, top_k: int, top_p: float, seed: i
     return int(ids[np.argmax(scaled[ids] + gumbel(seed, position, ids))])
 
 
-def survivors(scaled: Floats, top_k: int, top_p: float) -> Ids | None:
-    """Token ids left by top-k and then top-p, ascending; None if neither filters.
+def survivors(scaled: Floats, top_k: int, top_p: float, min_p: float = 0.0) -> Ids | None:
+    """Token ids left by top-k, then top-p, then min-p, ascending; None if none of them filters.
 
     Args:
         scaled: logits over temperature, minus their maximum.
     """
+    kept = _largest_mass(scaled, top_k, top_p)
+    if min_p <= 0.0:
+        return kept
+    ids = np.arange(len(scaled)) if kept is None else kept
+    near = np.flatnonzero(scaled[ids].astype(np.float64) >= np.log(min_p))
+    return np.take(ids, near)
+
+
+def _largest_mass(scaled: Floats, top_k: int, top_p: float) -> Ids | None:
+    """As `survivors`, without min-p."""
     k = top_k if 0 < top_k < len(scaled) else 0
     kept = _top_k(scaled, k) if k else None
     if top_p >= 1.0:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.sampling import RowSampling, gumbel_all, sample
+from kernels.sampling.adjustment import Adjustment, adjust
 from kernels.sampling.reference import survivors
 
 
@@ -63,6 +64,19 @@ def test_top_p_on_a_flat_row_looks_past_the_first_candidates() -> None:
     assert ids.tolist() == list(range(3000))
 
 
+@pytest.mark.parametrize(("min_p", "expected"), [(1.0, [3]), (0.5, [0, 1, 3]), (0.2, [0, 1, 2, 3])])
+def test_min_p_keeps_that_share_of_the_best(min_p: float, expected: list[int]) -> None:
+    ids = survivors(scaled(np.log([0.25, 0.25, 0.1, 0.4]).tolist()), 0, 1.0, min_p)
+    assert ids is not None
+    assert ids.tolist() == expected
+
+
+def test_min_p_comes_after_top_k() -> None:
+    ids = survivors(scaled(np.log([0.3, 0.3, 0.4]).tolist()), 2, 1.0, 0.5)
+    assert ids is not None
+    assert ids.tolist() == [0, 2]
+
+
 def test_a_draw_is_the_argmax_of_logits_plus_noise() -> None:
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 3
     scores = logits.numpy() - logits.numpy().max() + gumbel_all(5, 9, 3000)
@@ -115,3 +129,11 @@ def _timed(logits: torch.Tensor, rows: list[RowSampling]) -> float:
     start = time.perf_counter()
     sample(logits, rows)
     return time.perf_counter() - start
+
+
+def test_adjustments_come_in_order() -> None:
+    logits = np.array([2.0, -2.0, 1.0, 0.5, 0.0], dtype=np.float32)
+    given = Adjustment(2.0, 0.5, 0.25, (0,), (1, 1, 2), {2: 10.0, 3: -1.0}, frozenset({0, 1, 2, 3}))
+    # repetition: 1, -4, 0.5; frequency and presence: -4 - 0.5 - 0.5, 0.5 - 0.25 - 0.5; then the bias, then the mask
+    assert adjust(logits, given).tolist() == [1.0, -5.0, 9.75, -0.5, -np.inf]
+    assert logits.tolist() == [2.0, -2.0, 1.0, 0.5, 0.0]

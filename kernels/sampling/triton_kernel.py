@@ -1,0 +1,380 @@
+"""Sampling on the device, as `kernels.sampling.sample` defines it: the same tokens from the same logits.
+
+Four launches, none of which waits for the host: adjust (penalties, bias, mask, temperature), filter (`triton_filter`),
+draw, choose. A row is cut into splits of a fixed size, so that a small batch fills the device too; what splits leave is
+put together in order, so that a row depends on nothing but itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.arguments import FLOATS, check_contiguous, check_device, check_dtype, check_shape
+from kernels.sampling import GREEDY_BELOW
+from kernels.sampling.noise import NOISE_MAX, NOISE_MIN
+from kernels.sampling.triton_filter import CANDIDATES, distance_bits, filter_kernel
+
+SPLIT = 4096
+"""Tokens of a split."""
+_FILTER_BLOCK = 4096
+_MAX_GAP: tl.constexpr = tl.constexpr(NOISE_MAX - NOISE_MIN)
+_NO_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What has been said before. Rows of one sequence share a line of `counts` and `prompts`."""
+
+    repetition: Tensor  # [num_rows] float32; 1 = off; divides or multiplies logits of tokens of prompt and output
+    presence: Tensor  # [num_rows] float32; taken off once for a token of the output
+    frequency: Tensor  # [num_rows] float32; taken off for each time
+    lines: Tensor  # [num_rows] int32, the row's line of the next two
+    counts: Tensor  # [num_lines, vocab_size] int32, how often a token was put out
+    prompts: Tensor  # [num_lines, ceil(vocab_size / 32)] int32, bit i % 32 of word i / 32 for tokens of the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Added after penalties."""
+
+    ids: Tensor  # [num_rows, max_biases] int32; -1 = none
+    values: Tensor  # [num_rows, max_biases] float32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row is sampled: `RowSampling` as tensors on the device."""
+
+    temperature: Tensor  # [num_rows] float32
+    top_k: Tensor  # [num_rows] int32
+    top_p: Tensor  # [num_rows] float64
+    min_p: Tensor  # [num_rows] float64; 0 = off
+    seed: Tensor  # [num_rows] int64, the seed's 64 bits
+    position: Tensor  # [num_rows] int64
+    penalties: Penalties | None = None
+    bias: Bias | None = None
+    mask: Tensor | None = None  # [num_rows, ceil(vocab_size / 32)] int32, bit set = allowed by the grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token a row. Log-probabilities are those of the logits as given, before everything above."""
+
+    tokens: Tensor  # [num_rows] int64
+    logprobs: Tensor  # [num_rows] float32, of the tokens
+    log_sums: Tensor  # [num_rows] float32, log of the sum of exp of the row's logits
+
+
+@triton.jit
+def adjust_kernel(
+    logits_ptr,  # [num_rows, vocab_size]
+    scaled_ptr,  # [num_rows, vocab_size] float32, written
+    part_max_ptr,  # [num_rows, num_splits] float32, written
+    part_id_ptr,  # [num_rows, num_splits] int32, written: the lowest id at part_max
+    part_mass_ptr,  # [num_rows, num_splits] float64, written where top-p is on: sum of exp(scaled - part_max)
+    raw_ptr,  # [num_rows, num_splits, 2] float32, written: largest logit as given, sum of exp(logit - it)
+    temperature_ptr,  # [num_rows] float32
+    top_p_ptr,  # [num_rows] float64
+    repetition_ptr, presence_ptr, frequency_ptr,  # [num_rows] float32, with HAS_PENALTIES
+    lines_ptr,  # [num_rows] int32
+    counts_ptr,  # [num_lines, vocab_size] int32
+    prompts_ptr,  # [num_lines, mask_words] int32
+    bias_ids_ptr,  # [num_rows, num_biases] int32, with HAS_BIAS
+    bias_values_ptr,  # [num_rows, num_biases] float32
+    mask_ptr,  # [num_rows, mask_words] int32, with HAS_MASK
+    vocab_size,
+    mask_words,
+    num_biases,
+    greedy_below,
+    BLOCK: tl.constexpr,
+    HAS_PENALTIES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_rows, num_splits)."""
+    i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    m_v = o_v < vocab_size
+    b_x = tl.load(logits_ptr + i_r * vocab_size + o_v, mask=m_v, other=float("-inf")).to(tl.float32)  # [BLOCK]
+    # not a number is never drawn
+    b_x = tl.where(b_x == b_x, tl.minimum(b_x, 3.4028234663852886e38), float("-inf"))
+    i_part = i_r * tl.num_programs(1) + i_s
+    top = tl.max(b_x, axis=0)
+    tl.store(raw_ptr + 2 * i_part, top)
+    shifted = b_x - tl.where(top == float("-inf"), 0.0, top)
+    tl.store(raw_ptr + 2 * i_part + 1, tl.sum(tl.exp(shifted), axis=0))
+    if HAS_PENALTIES:
+        line = tl.load(lines_ptr + i_r).to(tl.int64)
+        b_count = tl.load(counts_ptr + line * vocab_size + o_v, mask=m_v, other=0)
+        b_word = tl.load(prompts_ptr + line * mask_words + o_v // 32, mask=m_v, other=0)
+        seen = (b_count > 0) | (((b_word >> (o_v % 32)) & 1) > 0)
+        by = tl.load(repetition_ptr + i_r)
+        b_x = tl.where(seen, tl.where(b_x > 0, tl.div_rn(b_x, by), b_x * by), b_x)
+        b_x -= tl.load(frequency_ptr + i_r) * b_count.to(tl.float32)
+        b_x -= tl.where(b_count > 0, tl.load(presence_ptr + i_r), 0.0)
+    if HAS_BIAS:
+        for i in range(num_biases):
+            hit = o_v == tl.load(bias_ids_ptr + i_r * num_biases + i)
+            b_x += tl.where(hit, tl.load(bias_values_ptr + i_r * num_biases + i), 0.0)
+    if HAS_MASK:
+        b_word = tl.load(mask_ptr + i_r * mask_words + o_v // 32, mask=m_v, other=0)
+        b_x = tl.where(((b_word >> (o_v % 32)) & 1) > 0, b_x, float("-inf"))
+    temperature = tl.load(temperature_ptr + i_r)
+    b_x = tl.div_rn(b_x, tl.where(temperature < greedy_below, 1.0, temperature))
+    # a small temperature can take a difference of logits past float32
+    b_x = tl.minimum(b_x, 3.4028234663852886e38)
+    tl.store(scaled_ptr + i_r * vocab_size + o_v, b_x, mask=m_v)
+    best, best_id = _best(b_x, o_v, m_v)
+    tl.store(part_max_ptr + i_part, best)
+    tl.store(part_id_ptr + i_part, best_id)
+    if tl.load(top_p_ptr + i_r) < 1.0:
+        away = (b_x - tl.where(best == float("-inf"), 0.0, best)).to(tl.float64)
+        tl.store(part_mass_ptr + i_part, tl.sum(tl.exp(away), axis=0))
+
+
+@triton.jit
+def _best(b_x, o_v, m_v):
+    """The largest value and the lowest id that has it."""
+    best = tl.max(tl.where(m_v, b_x, float("-inf")), axis=0)
+    return best, tl.min(tl.where(m_v & (b_x == best), o_v, _NO_ID), axis=0)
+
+
+@triton.jit
+def gumbel_noise(seed, position, first_id, BLOCK: tl.constexpr):
+    """Noise of BLOCK token ids from `first_id`, a multiple of 4 (kernels/sampling/noise.py): [BLOCK] float32."""
+    group = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    low = position.to(tl.uint32) + group * 0
+    high = (position >> 32).to(tl.uint32) + group * 0
+    w0, w1, w2, w3 = tl.philox(seed, group, low, high, group * 0)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def draw_kernel(
+    scaled_ptr,  # [num_rows, vocab_size] float32
+    max_ptr,  # [num_rows] float32
+    limit_ptr,  # [num_rows, 2] int32
+    temperature_ptr,  # [num_rows] float32
+    seed_ptr,  # [num_rows] int64
+    position_ptr,  # [num_rows] int64
+    score_ptr,  # [num_rows, num_splits] float32, written but for greedy rows
+    score_id_ptr,  # [num_rows, num_splits] int32, written
+    vocab_size,
+    greedy_below,
+    BLOCK: tl.constexpr,
+):
+    """The best of a split's survivors with noise. Grid: (num_rows, num_splits)."""
+    i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(temperature_ptr + i_r) < greedy_below:
+        return
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    m_v = o_v < vocab_size
+    b_x = tl.load(scaled_ptr + i_r * vocab_size + o_v, mask=m_v, other=float("-inf"))  # [BLOCK]
+    best = tl.load(max_ptr + i_r)
+    bits = distance_bits(b_x, best)
+    limit, last_id = tl.load(limit_ptr + 2 * i_r), tl.load(limit_ptr + 2 * i_r + 1)
+    kept = m_v & ((bits < limit) | ((bits == limit) & (o_v <= last_id)))
+    # no noise brings back a token further behind
+    kept = kept & (best - b_x <= _MAX_GAP)
+    score, score_id = float("-inf"), 0x7FFFFFFF
+    if tl.max(kept.to(tl.int32), axis=0) > 0:
+        noise = gumbel_noise(tl.load(seed_ptr + i_r), tl.load(position_ptr + i_r), i_s * BLOCK, BLOCK)
+        score, score_id = _best(b_x - best + noise, o_v, kept)
+    i_part = i_r * tl.num_programs(1) + i_s
+    tl.store(score_ptr + i_part, score)
+    tl.store(score_id_ptr + i_part, score_id)
+
+
+@triton.jit
+def choose_kernel(
+    logits_ptr,  # [num_rows, vocab_size]
+    part_max_ptr, part_id_ptr,  # [num_rows, num_splits], of greedy rows
+    score_ptr, score_id_ptr,  # [num_rows, num_splits], of the others
+    raw_ptr,  # [num_rows, num_splits, 2] float32
+    temperature_ptr,  # [num_rows] float32
+    token_ptr,  # [num_rows] int64, written
+    logprob_ptr,  # [num_rows] float32, written
+    log_sum_ptr,  # [num_rows] float32, written
+    vocab_size,
+    num_splits,
+    greedy_below,
+    SPLITS: tl.constexpr,  # power of two >= num_splits
+):  # fmt: skip
+    """Grid: (num_rows,)."""
+    i_r = tl.program_id(0).to(tl.int64)
+    o_s = tl.arange(0, SPLITS)
+    m_s = o_s < num_splits
+    o_part = i_r * num_splits + o_s
+    # an integer: Triton's interpreter does not broadcast the truth of floats
+    greedy = (tl.load(temperature_ptr + i_r) < greedy_below).to(tl.int32)
+    b_score = tl.load(part_max_ptr + o_part, mask=m_s & (greedy > 0), other=float("-inf"))
+    b_id = tl.load(part_id_ptr + o_part, mask=m_s & (greedy > 0), other=0x7FFFFFFF)
+    if greedy == 0:
+        b_score = tl.load(score_ptr + o_part, mask=m_s, other=float("-inf"))
+        b_id = tl.load(score_id_ptr + o_part, mask=m_s, other=0x7FFFFFFF)
+    best = tl.max(b_score, axis=0)
+    token = tl.min(tl.where(m_s & (b_score == best), b_id, _NO_ID), axis=0)
+    # a row with nothing to draw from
+    token = tl.where(token < vocab_size, token, 0)
+    b_top = tl.load(raw_ptr + 2 * o_part, mask=m_s, other=float("-inf"))  # [SPLITS]
+    b_sum = tl.load(raw_ptr + 2 * o_part + 1, mask=m_s, other=0.0)  # [SPLITS]
+    top = tl.max(b_top, axis=0)
+    log_sum = top + tl.log(tl.sum(b_sum * tl.exp(b_top - top), axis=0))
+    logit = tl.load(logits_ptr + i_r * vocab_size + token).to(tl.float32)
+    tl.store(token_ptr + i_r, token.to(tl.int64))
+    tl.store(logprob_ptr + i_r, logit - log_sum)
+    tl.store(log_sum_ptr + i_r, log_sum)
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
+    """One token per row, with its log-probability.
+
+    Order: repetition, frequency and presence penalties, bias, grammar mask; then as `kernels.sampling.sample`:
+    temperature, top-k, top-p, min-p (at least that share of the best token's probability), the draw.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, bfloat16 or float16, contiguous. NaN is never drawn.
+
+    Raises:
+        KernelArgumentError: a tensor is not as described.
+    """
+    _check(logits, rows)
+    num_rows, vocab_size = logits.shape
+    splits = triton.cdiv(vocab_size, SPLIT)
+    device = logits.device
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    drawn = Drawn(empty(num_rows, dtype=torch.int64), empty(num_rows), empty(num_rows))
+    if num_rows == 0:
+        return drawn
+    scaled, part_max, score = empty(num_rows, vocab_size), empty(num_rows, splits), empty(num_rows, splits)
+    part_id, score_id = (empty(num_rows, splits, dtype=torch.int32) for _ in range(2))
+    part_mass, raw = empty(num_rows, splits, dtype=torch.float64), empty(num_rows, splits, 2)
+    best, limit = empty(num_rows), empty(num_rows, 2, dtype=torch.int32)
+    room = min(vocab_size, CANDIDATES)
+    penalties, bias, mask = rows.penalties, rows.bias, rows.mask
+    adjust_kernel[(num_rows, splits)](
+        logits_ptr=logits,
+        scaled_ptr=scaled,
+        part_max_ptr=part_max,
+        part_id_ptr=part_id,
+        part_mass_ptr=part_mass,
+        raw_ptr=raw,
+        temperature_ptr=rows.temperature,
+        top_p_ptr=rows.top_p,
+        repetition_ptr=penalties.repetition if penalties else raw,
+        presence_ptr=penalties.presence if penalties else raw,
+        frequency_ptr=penalties.frequency if penalties else raw,
+        lines_ptr=penalties.lines if penalties else part_id,
+        counts_ptr=penalties.counts if penalties else part_id,
+        prompts_ptr=penalties.prompts if penalties else part_id,
+        bias_ids_ptr=bias.ids if bias else part_id,
+        bias_values_ptr=bias.values if bias else raw,
+        mask_ptr=part_id if mask is None else mask,
+        vocab_size=vocab_size,
+        mask_words=triton.cdiv(vocab_size, 32),
+        num_biases=bias.ids.shape[1] if bias else 0,
+        greedy_below=GREEDY_BELOW,
+        BLOCK=SPLIT,
+        HAS_PENALTIES=penalties is not None,
+        HAS_BIAS=bias is not None,
+        HAS_MASK=mask is not None,
+        num_warps=8,
+        # numpy rounds a product before it is taken off
+        enable_fp_fusion=False,
+    )
+    filter_kernel[(num_rows,)](
+        scaled_ptr=scaled,
+        part_max_ptr=part_max,
+        part_mass_ptr=part_mass,
+        temperature_ptr=rows.temperature,
+        top_k_ptr=rows.top_k,
+        top_p_ptr=rows.top_p,
+        min_p_ptr=rows.min_p,
+        value_ptr=empty(num_rows, room),
+        id_ptr=empty(num_rows, room, dtype=torch.int32),
+        max_ptr=best,
+        limit_ptr=limit,
+        vocab_size=vocab_size,
+        num_splits=splits,
+        candidates=room,
+        greedy_below=GREEDY_BELOW,
+        SPLITS=triton.next_power_of_2(splits),
+        BLOCK=_FILTER_BLOCK,
+        num_warps=8,
+    )
+    draw_kernel[(num_rows, splits)](
+        scaled_ptr=scaled,
+        max_ptr=best,
+        limit_ptr=limit,
+        temperature_ptr=rows.temperature,
+        seed_ptr=rows.seed,
+        position_ptr=rows.position,
+        score_ptr=score,
+        score_id_ptr=score_id,
+        vocab_size=vocab_size,
+        greedy_below=GREEDY_BELOW,
+        BLOCK=SPLIT,
+        num_warps=8,
+    )
+    choose_kernel[(num_rows,)](
+        logits_ptr=logits,
+        part_max_ptr=part_max,
+        part_id_ptr=part_id,
+        score_ptr=score,
+        score_id_ptr=score_id,
+        raw_ptr=raw,
+        temperature_ptr=rows.temperature,
+        token_ptr=drawn.tokens,
+        logprob_ptr=drawn.logprobs,
+        log_sum_ptr=drawn.log_sums,
+        vocab_size=vocab_size,
+        num_splits=splits,
+        greedy_below=GREEDY_BELOW,
+        SPLITS=triton.next_power_of_2(splits),
+        num_warps=1,
+    )
+    return drawn
+
+
+def _check(logits: Tensor, rows: SamplingRows) -> None:
+    check_shape("logits", logits, None, None)
+    check_dtype("logits", logits, *FLOATS)
+    check_contiguous("logits", logits)
+    num_rows, vocab_size = logits.shape
+    words = triton.cdiv(vocab_size, 32)
+
+    def check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
+        check_shape(name, tensor, *shape)
+        check_dtype(name, tensor, dtype)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, logits)
+
+    check("temperature", rows.temperature, torch.float32, num_rows)
+    check("top_k", rows.top_k, torch.int32, num_rows)
+    check("top_p", rows.top_p, torch.float64, num_rows)
+    check("min_p", rows.min_p, torch.float64, num_rows)
+    check("seed", rows.seed, torch.int64, num_rows)
+    check("position", rows.position, torch.int64, num_rows)
+    if rows.penalties is not None:
+        penalties = rows.penalties
+        check("repetition", penalties.repetition, torch.float32, num_rows)
+        check("presence", penalties.presence, torch.float32, num_rows)
+        check("frequency", penalties.frequency, torch.float32, num_rows)
+        check("lines", penalties.lines, torch.int32, num_rows)
+        check("counts", penalties.counts, torch.int32, None, vocab_size)
+        check("prompts", penalties.prompts, torch.int32, penalties.counts.shape[0], words)
+    if rows.bias is not None:
+        check("bias ids", rows.bias.ids, torch.int32, num_rows, None)
+        check("bias values", rows.bias.values, torch.float32, *rows.bias.ids.shape)
+    if rows.mask is not None:
+        check("mask", rows.mask, torch.int32, num_rows, words)

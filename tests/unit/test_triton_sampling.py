@@ -1,0 +1,251 @@
+"""The sampling kernels give the tokens that `kernels.sampling` gives, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.testing import DEVICE, INTERPRETED, assert_close
+
+# isort: split
+import triton
+import triton.language as tl
+
+from kernels.arguments import KernelArgumentError
+from kernels.sampling import RowSampling
+from kernels.sampling import sample as sample_reference
+from kernels.sampling.adjustment import Adjustment, adjust
+from kernels.sampling.triton_filter import CANDIDATES
+from kernels.sampling.triton_kernel import Bias, Penalties, SamplingRows, gumbel_noise, sample
+from kernels.sampling.triton_logprobs import accept, top_logprobs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, in the interpreter
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+]
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "sampling_noise.json"
+TOP_P, SEED = 0.9, 5
+
+
+def row(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, position: int = 9
+) -> RowSampling:
+    return RowSampling(temperature, top_k, top_p, SEED, position, min_p)
+
+
+def tensors(rows: Sequence[RowSampling]) -> SamplingRows:
+    def column(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([getattr(item, name) for item in rows], dtype=dtype, device=DEVICE)
+
+    seeds = np.array([item.seed for item in rows], dtype=np.uint64).view(np.int64)
+    return SamplingRows(
+        column("temperature", torch.float32),
+        column("top_k", torch.int32),
+        column("top_p", torch.float64),
+        column("min_p", torch.float64),
+        torch.from_numpy(seeds).to(DEVICE),
+        column("position", torch.int64),
+    )
+
+
+def logits_of(num_rows: int, vocab_size: int, spread: float, seed: int = 0) -> Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def draw(logits: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+    tokens: list[int] = sample(logits.to(DEVICE), tensors(rows)).tokens.tolist()
+    return tokens
+
+
+@triton.jit
+def _noise_kernel(out_ptr, seed_ptr, first_id, BLOCK: tl.constexpr):
+    seed, position = tl.load(seed_ptr), tl.load(seed_ptr + 1)
+    tl.store(out_ptr + tl.arange(0, BLOCK), gumbel_noise(seed, position, first_id, BLOCK))
+
+
+def test_noise_equals_the_golden_vectors() -> None:
+    for case in json.loads(GOLDEN.read_text()):
+        numbers = np.array([int(case["seed"]), int(case["position"])], dtype=np.uint64).view(np.int64)
+        for token_id, expected in zip(case["token_ids"], case["gumbel"], strict=True):
+            out = torch.empty(16, device=DEVICE)
+            first = token_id // 16 * 16
+            _noise_kernel[(1,)](out, torch.from_numpy(numbers).to(DEVICE), first, BLOCK=16)
+            np.testing.assert_allclose(out[token_id - first].item(), np.float32(expected), rtol=1.2e-7, atol=0)
+
+
+ROWS = [
+    row(temperature=0.0),
+    row(temperature=1e-7),
+    row(),
+    row(temperature=0.7),
+    row(temperature=0.0001),
+    row(temperature=30.0),
+    row(top_k=1),
+    row(top_k=7),
+    row(top_k=40, temperature=2.0),
+    row(top_k=10**6),
+    row(top_p=1e-9),
+    row(top_p=0.5),
+    row(top_p=TOP_P),
+    row(top_p=0.9999, temperature=3.0),
+    row(top_p=TOP_P, top_k=12),
+    row(top_p=0.3, top_k=500, temperature=1.7),
+    row(min_p=0.1),
+    row(min_p=1.0),
+    row(min_p=0.02, top_k=20, top_p=0.95, temperature=1.2),
+]
+
+
+@pytest.mark.parametrize(("vocab_size", "spread"), [(300, 3.0), (5003, 2.0), (8192, 0.1)])
+def test_tokens_equal_the_reference(vocab_size: int, spread: float) -> None:
+    logits = logits_of(len(ROWS), vocab_size, spread)
+    assert draw(logits, ROWS) == sample_reference(logits, ROWS)
+
+
+@pytest.mark.parametrize("item", [row(), row(top_k=9), row(top_p=0.8), row(min_p=0.05)], ids=str)
+def test_many_draws_equal_the_reference(item: RowSampling) -> None:
+    rows = [replace(item, position=i + (i % 3 << 40), seed=2**64 - 1 - i) for i in range(16)]
+    logits = logits_of(1, 701, 1.5, seed=4).expand(16, 701).contiguous()
+    assert draw(logits, rows) == sample_reference(logits, rows)
+
+
+def test_ties_go_to_the_lowest_ids() -> None:
+    logits = torch.zeros(6, 4100)
+    logits[:, [3, 77, 4099]] = 5.0
+    rows = [row(0.0), row(top_k=1), row(top_k=2), row(top_p=0.001), row(top_k=50), row(top_p=0.2)]
+    for position in range(2):
+        moved = [replace(item, position=position) for item in rows]
+        assert draw(logits, moved) == sample_reference(logits, moved)
+    assert draw(logits, rows)[0] == 3
+
+
+@pytest.mark.parametrize("item", [row(top_p=0.75), row(top_k=19_000)], ids=str)
+def test_more_survivors_than_candidates_have_room(item: RowSampling) -> None:
+    vocab_size = CANDIDATES + 4000
+    logits = logits_of(1, vocab_size, 0.01, seed=2)
+    assert draw(logits, [item]) == sample_reference(logits, [item])
+
+
+def test_rows_do_not_depend_on_their_batch() -> None:
+    logits = logits_of(len(ROWS), 997, 2.0, seed=6)
+    together = draw(logits, ROWS)
+    assert [draw(logits[i : i + 1], ROWS[i : i + 1])[0] for i in range(0, len(ROWS), 3)] == together[::3]
+
+
+def bits(num_rows: int, vocab_size: int, ids: Sequence[frozenset[int]]) -> Tensor:
+    words = np.zeros((num_rows, -(-vocab_size // 32) * 32), dtype=np.uint8)
+    for i, row_ids in enumerate(ids):
+        words[i, list(row_ids)] = 1
+    packed = np.packbits(words, axis=1, bitorder="little").view(np.int32)
+    return torch.from_numpy(packed.copy()).to(DEVICE)
+
+
+def test_penalties_bias_and_mask_equal_the_reference() -> None:
+    vocab_size = 331
+    everything = frozenset(range(vocab_size))
+    adjustments = [
+        Adjustment(),
+        Adjustment(repetition=1.3, prompt_ids=(1, 2, 330), output_ids=(5, 5, 7)),
+        Adjustment(presence=0.7, frequency=0.3, prompt_ids=(9,), output_ids=(0, 0, 0, 64, 330)),
+        Adjustment(bias={4: 30.0, 330: -2.5}),
+        Adjustment(allowed=frozenset({17, 31, 32, 330})),
+        Adjustment(2.0, 0.1, -0.4, (3, 4), (3, 3, 6), {6: 1.5, 8: 3.0}, everything - {0, 8}),
+    ]
+    logits = logits_of(len(adjustments), vocab_size, 2.0, seed=8)
+    counts = np.stack([np.bincount(item.output_ids or [vocab_size], minlength=vocab_size + 1) for item in adjustments])
+    biases = [[*item.bias.items(), (-1, 9.0), (-1, 9.0)][:2] for item in adjustments]
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(item, name) for item in adjustments], dtype=torch.float32, device=DEVICE)
+
+    penalties = Penalties(
+        column("repetition"),
+        column("presence"),
+        column("frequency"),
+        torch.arange(len(adjustments), dtype=torch.int32, device=DEVICE),
+        torch.from_numpy(counts[:, :vocab_size].astype(np.int32)).to(DEVICE),
+        bits(len(adjustments), vocab_size, [frozenset(item.prompt_ids) for item in adjustments]),
+    )
+    bias = Bias(
+        torch.tensor([[i for i, _ in line] for line in biases], dtype=torch.int32, device=DEVICE),
+        torch.tensor([[v for _, v in line] for line in biases], dtype=torch.float32, device=DEVICE),
+    )
+    mask = bits(len(adjustments), vocab_size, [everything if i.allowed is None else i.allowed for i in adjustments])
+    for item in [row(0.0), row(), row(top_k=5), row(top_p=0.9)]:
+        rows = [item] * len(adjustments)
+        given = replace(tensors(rows), penalties=penalties, bias=bias, mask=mask)
+        adjusted = np.stack([adjust(logits[i].numpy(), a) for i, a in enumerate(adjustments)])
+        expected = sample_reference(torch.from_numpy(adjusted), rows)
+        assert sample(logits.to(DEVICE), given).tokens.tolist() == expected
+
+
+def test_logprobs_are_of_the_logits_as_given() -> None:
+    logits = logits_of(3, 5001, 3.0, seed=11)
+    drawn = sample(logits.to(DEVICE), tensors([row(0.0), row(temperature=2.0), row(top_k=3)]))
+    every = logits.double().log_softmax(-1)
+    expected = every.gather(1, drawn.tokens.cpu()[:, None])[:, 0]
+    assert (drawn.logprobs.cpu().double() - expected).abs().max() < 2e-5
+    assert_close(drawn.log_sums, logits.double().logsumexp(-1), torch.float32)
+    ids, logprobs = top_logprobs(logits.to(DEVICE), drawn.log_sums, 5)
+    values, indices = every.topk(5)
+    assert ids.tolist() == indices.tolist()
+    assert (logprobs.cpu().double() - values).abs().max() < 2e-5
+
+
+def test_top_logprobs_of_equal_logits_are_the_lowest_ids() -> None:
+    logits = torch.zeros(1, 4200, device=DEVICE)
+    logits[0, 4150] = 1.0
+    ids, _ = top_logprobs(logits, logits.logsumexp(-1), 4)
+    assert ids.tolist() == [[4150, 0, 1, 2]]
+    few, _ = top_logprobs(torch.tensor([[1.0, -torch.inf, 2.0]], device=DEVICE), torch.zeros(1, device=DEVICE), 3)
+    assert few.tolist() == [[2, 0, 1]]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_a_row_of_nothing_gives_a_token_of_the_vocabulary(bad: float) -> None:
+    rows = [row(0.0), row(), row(top_k=3), row(top_p=0.5), row(min_p=0.1)]
+    tokens = draw(torch.full((len(rows), 70), bad), rows)
+    assert all(0 <= token < 70 for token in tokens)
+
+
+def test_not_a_number_and_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((4, 64), -torch.inf)
+    logits[:, 10], logits[:, 20] = torch.nan, 1.0
+    assert draw(logits, [row(0.0), row(), row(top_k=5), row(top_p=0.99)]) == [20] * 4
+
+
+def test_drafts_count_up_to_the_first_wrong_one() -> None:
+    tokens = torch.tensor([1, 2, 3, 7, 8, 9, 4], device=DEVICE)
+    drafts = torch.tensor([1, 2, -1, 7, 0, 9, -1], device=DEVICE)
+    cu_rows = torch.tensor([0, 3, 3, 6, 7], dtype=torch.int32, device=DEVICE)
+    # all right and one more; no rows; right, then wrong; no drafts
+    assert accept(tokens, drafts, cu_rows).tolist() == [3, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: sample(torch.zeros(2, 9, device=DEVICE), tensors([row()])), r"temperature.*\[1\], expected \[2\]"),
+        (lambda: sample(torch.zeros(9, 1, device=DEVICE).T.expand(2, 9), tensors([row()] * 2)), r"logits.*strides"),
+        (lambda: sample(torch.zeros(1, 9).long(), tensors([row()])), r"logits is torch.int64"),
+        (
+            lambda: sample(
+                torch.zeros(1, 40, device=DEVICE),
+                replace(tensors([row()]), mask=torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)),
+            ),
+            r"mask has shape \[1, 1\], expected \[1, 2\]",
+        ),
+        (lambda: top_logprobs(torch.zeros(1, 4), torch.zeros(1), 5), r"top is 5, expected 1 to 4"),
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable[[], object], told: str) -> None:
+    with pytest.raises(KernelArgumentError, match=told):
+        call()
