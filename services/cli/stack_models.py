@@ -51,7 +51,9 @@ def with_resources(settings: Settings, pool_folder: Path) -> Settings:
     folder = Path(settings.kv.dir).expanduser() if settings.kv.dir else pool_folder
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     kv, engine = settings.kv.model_copy(update={"dir": str(folder)}), settings.engine
-    if not all(entry.pool_bytes for entry in served_models(settings)):
+    # on a GPU each worker measures what is left of its memory
+    on_gpu = engine.device != "cpu" and cores.has_gpu()
+    if not on_gpu and not all(entry.pool_bytes for entry in served_models(settings)):
         free = cores.pool_bytes_per_worker(cores.free_memory_bytes(), cores.free_folder_bytes(folder), workers)
         kv = kv.model_copy(update={"pool_bytes": free})
     if not engine.threads:

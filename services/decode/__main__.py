@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from services.decode.service import DecodeWorker
 from shared.engine.worker_start import DRAIN_S, grant_check, start_shell
-from shared.kv.transfer import SharedMemoryTransport
 from shared.lifecycle.runtime import Runtime, run_service
 
 
 async def main(runtime: Runtime) -> None:
     verify_grant = grant_check(runtime)
     shell, fences = await start_shell(runtime, "decode")
-    core = shell.core
-    transport = SharedMemoryTransport(core.options.kv_dir, core.facts.layout.groups, core.pool.span)
-    worker = DecodeWorker(shell, fences, transport, verify_grant)
+    worker = DecodeWorker(shell, fences, shell.core.open_transport(), verify_grant)
     await worker.start()
     runtime.stack.push_async_callback(worker.stop, DRAIN_S)
-    runtime.ready(worker=shell.worker, fake=core.facts.fake)
+    runtime.ready(worker=shell.worker, fake=shell.core.facts.fake)
     await runtime.stop.wait()
 
 

@@ -1,4 +1,4 @@
-"""What a step launches on a device, over buffers that stay where they are. Knows shapes and order; waits for nothing."""
+"""What a step launches on a device, over buffers that stay where they are. It never waits for the device."""
 
 from __future__ import annotations
 
@@ -196,5 +196,3 @@ def _decode_len(model: DeviceDecoder, limits: StepLimits, most_seqs: int) -> int
     config = model.config
     split_bytes = most_seqs * config.num_q_heads * (config.head_dim + 2) * 4
     return min(limits.max_len, max(1, PARTIAL_BYTES // split_bytes) * SPLIT)
-
-

@@ -86,7 +86,7 @@ class DeviceRunner:
         self._samples = _rows_drawn(plan)
         return partial(self._read, plan, slot, mark, start)
 
-    def zero_blocks(self, group: int, block_id: int) -> None:
+    def zero_block(self, group: int, block_id: int) -> None:
         """Overwrite a block with zeros, before any step launched later."""
         with self._stream.use(), torch.inference_mode():
             self._compute.pools[group][block_id].zero_()

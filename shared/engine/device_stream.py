@@ -22,7 +22,7 @@ class DeviceStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def use(self) -> AbstractContextManager[object]:
         """Launches inside go to this stream."""
@@ -49,7 +49,7 @@ class _Nothing:
 class _Event:
     def __init__(self, stream: Any) -> None:
         # blocking: the waiting thread sleeps, and leaves its core to the one that launches
-        self._event = torch.cuda.Event(blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,9 +31,12 @@ from shared.engine.sequence import SequenceSpec, SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fastest, fit_all
 from shared.kv.layout import PoolLayout
+from shared.kv.transfer import SharedMemoryTransport, Transport
 
 log = logging.getLogger("baton.worker")
 
+DEFAULT_POOL_BYTES = 256 * 1024 * 1024
+"""When nobody decided on a size: `./baton up` derives one from free memory."""
 WARM_TIMEOUT_S = 120.0
 CALIBRATION = ((1, 1), (32, 1), (1, 4), (128, 1), (128, 3))
 """(tokens, sequences) of the timed steps; what exceeds the budget or the pool is left out."""
@@ -56,7 +59,7 @@ class WorkerOptions:
     kv_dir: Path
     dtype: str = "float32"
     block_size: int = 32  # token slots
-    pool_bytes: int = 512 * 1024 * 1024
+    pool_bytes: int = 512 * 1024 * 1024  # 0: on a GPU what is left, else DEFAULT_POOL_BYTES
     token_budget: int = 512  # most tokens in a step
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     max_num_seqs: int = 32
@@ -65,7 +68,10 @@ class WorkerOptions:
     batch_size: int = 8
     batch_window_s: float = 0.05
     threads: int = 0  # 0 = as torch decides
+    device: str = "cpu"  # as settings name it: auto, cpu or cuda; of a running engine, what computes
+    gpu_share: float = 0.9  # most of the GPU's memory one worker takes
     kernels: str = "auto"
+    quant: str = "none"
     samples: bool = True  # False: makes KV only, and loads no output head
     self_check: bool = True
     calibrate: bool = True
@@ -137,6 +143,14 @@ class WorkerEngine:
         """The step-time model as beats carry it."""
         m = self._fit.model
         return StepModel(base_s=m.base_s, token_s=m.token_s, sequence_s=m.sequence_s, context_s=m.context_s)
+
+    def open_transport(self) -> Transport:
+        """How this worker reads peers' blocks into its own pool."""
+        if self.options.device == "cuda":
+            from shared.engine.device_worker import open_device_transport
+
+            return open_device_transport(self)
+        return SharedMemoryTransport(self.options.kv_dir, self.facts.layout.groups, self.pool.span)
 
     def start(self) -> None:
         """Start the threads, run a first step, and time a few. Blocks for the time that takes.
@@ -284,7 +298,30 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         from shared.engine.worker_fake import open_fake
 
         return open_fake(options, worker)
-    return _open_real(options, worker)
+    device = _device(options)
+    if device == "cuda":
+        if options.quant != "none":
+            raise SettingsError(f"quant {options.quant!r} is of the CPU's native kernels", param="engine.quant")
+        from shared.engine.device_worker import open_device_engine
+
+        return open_device_engine(replace(options, device=device), worker)
+    return _open_real(replace(options, device=device, pool_bytes=options.pool_bytes or DEFAULT_POOL_BYTES), worker)
+
+
+def _device(options: WorkerOptions) -> str:
+    """What computes. Raises SettingsError for kernels that the device asked for does not have."""
+    from kernels.dispatch import choose_device
+
+    if options.kernels not in ("auto", "triton"):
+        if options.device == "cuda":
+            raise SettingsError(f"kernels {options.kernels!r} do not run on a GPU", param="engine.kernels")
+        return "cpu"
+    device, why = choose_device(options.device)
+    if why and options.kernels == "triton":
+        raise SettingsError(f"kernels 'triton' need a GPU: {why}", param="engine.kernels")
+    if why and options.device == "cuda":
+        log.warning("no GPU to compute on, %s; the CPU computes instead", why)
+    return device
 
 
 def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
@@ -305,19 +342,24 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         for path in sweep(options.kv_dir):
             log.warning("removed a pool file without an owner: %s", path.name)
     model = load_decoder(
-        options.model_dir, options.dtype, options.kernels, with_head=options.samples, threads=options.threads
+        options.model_dir,
+        options.dtype,
+        options.kernels,
+        with_head=options.samples,
+        threads=options.threads,
+        quant=options.quant,
     )
     if model.kernels.native is not None:
         # torch's own threads would spin on the cores of the native ones, for what little it is left to do
         torch.set_num_threads(1)
     if options.self_check:
-        run_self_check(model.config, model.dtype, model.kernels).require_exact()
+        run_self_check(model.config, model.dtype, model.kernels, model.quant).require_exact()
     groups = layer_groups(model.config, options.block_size, options.dtype)
     num_blocks = options.pool_bytes // sum(g.span_bytes for g in groups)
     if num_blocks < 2:
         raise SettingsError(f"a KV pool of {options.pool_bytes} bytes holds no two blocks", param="pool_bytes")
     layout = PoolLayout(groups, (num_blocks,) * len(groups))
-    digest, numerics = model_digest(options.model_dir), numerics_id(options.dtype, model.kernels)
+    digest, numerics = model_digest(options.model_dir), numerics_id(options.dtype, model.kernels, model.quant)
     facts = WorkerFacts(
         layout=layout,
         fingerprint=fingerprint(groups, digest, numerics),

@@ -11,8 +11,8 @@ from shared.engine.worker_engine import WorkerOptions
 from shared.model.fetch import cache_dir, default_model_dir
 from shared.settings.sections import Settings
 
-DEFAULT_POOL_BYTES = 256 * 1024 * 1024
-"""When nobody decided on a size: `./baton up` derives one from free memory."""
+GPU_SHARE = 0.9
+"""Of a GPU's memory, for all workers together, when nobody decided."""
 
 
 def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> WorkerOptions:
@@ -36,7 +36,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         kv_dir=Path(settings.kv.dir or f"/dev/shm/baton-{os.getuid()}"),
         dtype=settings.model.dtype,
         block_size=settings.kv.block_size,
-        pool_bytes=settings.kv.pool_bytes or DEFAULT_POOL_BYTES,
+        pool_bytes=settings.kv.pool_bytes,
         token_budget=budget,
         chunk_size=engine.chunk_size,
         max_num_seqs=engine.max_sequences,
@@ -45,6 +45,9 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         batch_size=engine.batch_size,
         batch_window_s=engine.batch_window_s,
         threads=engine.threads or max(1, cores // max(1, workers.prefill + workers.decode)),
+        device=engine.device,
+        gpu_share=engine.gpu_share or GPU_SHARE / max(1, workers.prefill + workers.decode),
         kernels=engine.kernels,
+        quant=engine.quant,
         fake=workers.fake,
     )

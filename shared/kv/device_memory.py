@@ -1,6 +1,6 @@
 """Memory of an NVIDIA GPU that no allocator of torch owns: one plain allocation, which other processes may map.
 
-Calls the driver's own library (CUDA driver API, sections "Memory Management" and "IPC"); every process with a GPU has it.
+Calls the driver's own library (CUDA driver API, "Memory Management"); every process with a GPU has it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OUT_OF_MEMORY = 2
 
 
 class _IpcHandle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]  # noqa: RUF012 - ctypes' own form
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
 class OutOfDeviceMemory(Internal):

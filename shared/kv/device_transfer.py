@@ -1,4 +1,4 @@
-"""Pulling KV from another process on the same GPU: blocks are copied within its memory, and checked where they arrive."""
+"""Pulling KV from another process on the same GPU: copied within its memory, and checked where it arrives."""
 
 from __future__ import annotations
 

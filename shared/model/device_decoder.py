@@ -119,7 +119,8 @@ class DeviceDecoder:
         """The gated feed-forward block, or the mixture of such, of normalized rows: [num_rows, hidden] → the same."""
         if layer.experts is not None:
             raise NotImplementedError
-        assert layer.gate_up is not None and layer.down is not None
+        assert layer.gate_up is not None
+        assert layer.down is not None
         return _linear(gate_mul(_linear(x, layer.gate_up), self._gate), layer.down)
 
     def _logits(self, update: Tensor, residual: Tensor, rows: Tensor) -> Tensor:

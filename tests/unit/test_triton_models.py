@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.testing import DEVICE, INTERPRETED, TOLERANCE
+from kernels.testing import DEVICE, INTERPRETED
 
 # isort: split
+from shared.contracts.errors import Internal
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device_compute import DeviceCompute, StepLimits
@@ -143,3 +144,103 @@ def test_a_whole_model_gives_the_logits_of_its_own_code(family: str, tmp_path: P
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
     beside = torch.stack([runs.rows["b", i] for i in range(7)])
     assert (beside - expected[:7]).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> DeviceDecoder:
+    folder = tmp_path_factory.mktemp("tiny")
+    save(llama, folder)
+    return load_device_decoder(folder, "float32", DEVICE.type)
+
+
+SEEDED = SamplingParams(max_tokens=64, temperature=0.9, top_k=50, top_p=0.95, seed=7)
+PROMPTS = ([5, 9, 200, 31, 77], [8, 300, 12])
+
+
+def fed_by_the_host(runs: Runs, count: int) -> list[tuple[int, ...]]:
+    """What two sequences draw when the host reads each token before the next step."""
+    drawn: list[list[int]] = [[], []]
+    for i in range(count):
+        parts = []
+        for s, (prompt, sampling) in enumerate(zip(PROMPTS, (GREEDY, SEEDED), strict=True)):
+            tokens = prompt if i == 0 else drawn[s][-1:]
+            start = 0 if i == 0 else len(prompt) + i - 1
+            parts.append(ScheduledSequence(f"s{s}", start, tuple(tokens), (BLOCKS[s],), 1, sampling))
+        for s, tokens in enumerate(runs.run(*parts).sampled):
+            drawn[s] += tokens
+    return [tuple(tokens) for tokens in drawn]
+
+
+def fed_on_the_device(runs: Runs, count: int) -> list[tuple[int, ...]]:
+    """The same with every step launched before the one before has been read; the sequences change places each time."""
+    drawn: list[list[int]] = [[], []]
+    pending: list[tuple[list[int], Callable[[], StepOutput]]] = []
+    for i in range(count):
+        order = [0, 1] if i % 2 else [1, 0]
+        parts = []
+        for s in order:
+            tokens = tuple(PROMPTS[s]) if i == 0 else (IN_FLIGHT,)
+            start = 0 if i == 0 else len(PROMPTS[s]) + i - 1
+            parts.append(ScheduledSequence(f"s{s}", start, tokens, (BLOCKS[s],), 1, (GREEDY, SEEDED)[s]))
+        pending.append((order, runs.launch(*parts)))
+        if len(pending) > 1 or i == count - 1:
+            _take(pending, drawn)
+    while pending:
+        _take(pending, drawn)
+    return [tuple(tokens) for tokens in drawn]
+
+
+def _take(pending: list[tuple[list[int], Callable[[], StepOutput]]], drawn: list[list[int]]) -> None:
+    order, wait = pending.pop(0)
+    for s, tokens in zip(order, wait().sampled, strict=True):
+        drawn[s] += tokens
+
+
+def test_steps_feed_one_another_on_the_device(tiny: DeviceDecoder) -> None:
+    by_host = fed_by_the_host(Runs(tiny), 5)
+    assert all(len(tokens) == 5 for tokens in by_host)
+    assert fed_on_the_device(Runs(tiny), 5) == by_host
+
+
+def test_a_bad_row_is_told_and_so_is_whoever_waited_for_its_token(tiny: DeviceDecoder) -> None:
+    runs = Runs(tiny)
+    first = runs.launch(
+        ScheduledSequence("good", 0, (5, 6), (BLOCKS[0],), 1, GREEDY),
+        # positions [0, 16) of its table were never computed: NaN
+        ScheduledSequence("bad", 16, (7,), (BLOCKS[1],), 1, GREEDY),
+    )
+    second = runs.launch(
+        ScheduledSequence("good", 2, (IN_FLIGHT,), (BLOCKS[0],), 1, GREEDY),
+        ScheduledSequence("bad", 17, (IN_FLIGHT,), ((1, 1),), 1, GREEDY),
+    )
+    output = first()
+    assert output.bad_rows == {1}
+    assert output.sampled[1] == ()
+    output = second()
+    assert output.bad_rows == {1}
+    assert len(output.sampled[0]) == 1
+    assert output.sampled[1] == ()
+
+
+def test_what_a_plan_names_is_checked_before_a_launch(tiny: DeviceDecoder) -> None:
+    runs = Runs(tiny)
+    cases = {
+        "token id": ScheduledSequence("a", 0, (VOCAB,), (BLOCKS[0],), 1, GREEDY),
+        "block outside": ScheduledSequence("a", 0, (5,), ((16,),), 1, GREEDY),
+        "do not cover": ScheduledSequence("a", 0, (5,) * 17, ((1,),), 1, GREEDY),
+        "no step samples": ScheduledSequence("a", 3, (IN_FLIGHT,), (BLOCKS[0],), 1, GREEDY),
+        "exceeds": ScheduledSequence("a", 256, (5,), ((1,) * 17,), 1, GREEDY),
+    }
+    for what, sequence in cases.items():
+        with pytest.raises(Internal, match=what):
+            runs.run(sequence)
+    with pytest.raises(Internal, match="empty"):
+        runs.run()
+    assert runs.run(ScheduledSequence("a", 0, (5,), (BLOCKS[0],), 1, GREEDY)).bad_rows == frozenset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_captured_steps_draw_the_tokens_of_launched_ones(tiny: DeviceDecoder) -> None:
+    by_host = fed_by_the_host(Runs(tiny), 12)
+    assert fed_on_the_device(Runs(tiny, graphs=True), 12) == by_host

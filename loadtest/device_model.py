@@ -1,0 +1,292 @@
+"""`python -m loadtest.device_model`: whole-model decode on a GPU, beside the time its bytes need on the same card.
+
+A random model of a known shape, made on the device, decodes sequences that already have a context: once as graph
+replays alone, once as a worker runs it, plan by plan, each step feeding the next. The limit is measured in that run:
+bytes of weights and KV a step must read, over the rate of a plain device copy (bytes read and written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import choose, choose_device
+from shared.contracts.sampling import SamplingParams
+from shared.engine.decode_graphs import DecodeGraphs
+from shared.engine.device_compute import DeviceCompute, StepLimits
+from shared.engine.device_runner import DeviceRunner
+from shared.engine.device_stream import DeviceStream
+from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
+from shared.model.checkpoint import expected_shapes
+from shared.model.config import ModelConfig, layer_groups, parse_config
+from shared.model.device_decoder import DeviceDecoder
+from shared.model.device_weights import load_weights
+
+BLOCK_SIZE = 32
+COPY_BYTES = 4 << 30
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+}
+CASES = (("llama-8b", 1, 1024), ("llama-8b", 256, 1024), ("qwen3-0.6b", 1, 1024), ("qwen3-0.6b", 64, 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured case. Times in seconds a step."""
+
+    model: str
+    sequences: int
+    context: int
+    step_bytes: int
+    limit_s: float  # step_bytes at the rate of a copy
+    graph_s: float  # median of replays
+    runner_s: float  # median of steps as a worker runs them
+    graph_samples: list[float]
+    runner_samples: list[float]
+
+    @property
+    def share(self) -> float:
+        return self.limit_s / self.graph_s
+
+    def line(self) -> str:
+        return (
+            f"{self.model:12} B={self.sequences:<4} S={self.context:<6} limit {self.limit_s * 1e3:7.3f} ms"
+            f"  graph {self.graph_s * 1e3:7.3f} ms = {self.share:5.1%}"
+            f"  worker {self.runner_s * 1e3:7.3f} ms = {self.limit_s / self.runner_s:5.1%}"
+            f"  {self.sequences / self.runner_s:9.0f} tokens/s"
+        )
+
+
+class RandomTensors:
+    """A checkpoint's tensors, made up on the device."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._shapes = expected_shapes(config)
+        self._device = device
+        torch.manual_seed(0)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self._device) * 0.02
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second, read and written ones counted, of the fastest of some device copies."""
+    source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = min(_timed(lambda: target.copy_(source), 5) for _ in range(4))
+    return COPY_BYTES / best
+
+
+def _timed(launch: Any, repeats: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    launch()
+    begin.record()
+    for _ in range(repeats):
+        launch()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / repeats
+
+
+class Case:
+    """A model with sequences that have a context."""
+
+    def __init__(self, model: DeviceDecoder, sequences: int, context: int, steps: int) -> None:
+        self.model = model
+        self.sequences = sequences
+        self.context = context
+        config = model.config
+        groups = layer_groups(config, BLOCK_SIZE, "bfloat16")
+        each = groups[0].blocks_for(context + steps + 1)
+        num_blocks = sequences * each
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.pool = torch.empty(shape, dtype=torch.bfloat16, device=model.device).normal_()
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self.tables = [tuple(order[i * each : (i + 1) * each]) for i in range(sequences)]
+        limits = StepLimits(max(512, sequences), sequences, config.max_positions)
+        self.compute = DeviceCompute(model, groups, (self.pool,), limits)
+        self.stream = DeviceStream(model.device)
+        self.size = next(bucket for bucket in self.compute.buckets if sequences <= bucket)
+        self.graphs = DecodeGraphs(self.stream, self.compute.decode)
+        self.runner = DeviceRunner(self.compute, self.stream, self.graphs)
+        self.step = 0
+
+    @property
+    def step_bytes(self) -> int:
+        kv = self.pool.numel() // self.pool.shape[0] // BLOCK_SIZE * self.pool.element_size()
+        return self.model.weights.step_bytes + kv * self.context * self.sequences
+
+    def plan(self, sampling: SamplingParams) -> StepPlan:
+        """The next token of every sequence, out of the step before."""
+        start, self.step = self.context + self.step - 1, self.step + 1
+        token = IN_FLIGHT if self.step > 1 else 1
+        return StepPlan(
+            self.step,
+            tuple(
+                ScheduledSequence(f"s{i}", start, (token,), (table,), 1, replace(sampling, seed=i))
+                for i, table in enumerate(self.tables)
+            ),
+        )
+
+    def measure(self, name: str, rate: float, steps: int, sampling: SamplingParams) -> Row:
+        self.graphs.capture([self.size])
+        runner = self._run_steps(steps, sampling)
+        graph = []
+        with self.stream.use():
+            for _ in range(5):
+                graph.append(_timed(lambda: self.graphs.replay(self.size), 10))
+        return Row(
+            name,
+            self.sequences,
+            self.context,
+            self.step_bytes,
+            self.step_bytes / rate,
+            statistics.median(graph),
+            statistics.median(runner),
+            graph,
+            runner,
+        )
+
+    def _run_steps(self, steps: int, sampling: SamplingParams) -> list[float]:
+        """Steps, one launched while the one before runs; seconds between the ends of each."""
+        ends: list[float] = []
+        pending = [self.runner.run(self.plan(sampling))]
+        for _ in range(steps):
+            pending.append(self.runner.run(self.plan(sampling)))
+            output = pending.pop(0)()
+            assert not output.bad_rows
+            ends.append(time.perf_counter())
+        pending.pop()()
+        return [b - a for a, b in pairwise(ends[2:])]
+
+    def profile(self) -> str:
+        """Time by kernel of one step, launched kernel by kernel."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with self.stream.use(), profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(3):
+                self.graphs.replay(self.size)
+            self.stream.synchronize()
+        return str(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
+
+
+def make_model(name: str, device: torch.device) -> DeviceDecoder:
+    """A random model of a known shape, bfloat16."""
+    config = parse_config(SHAPES[name], Path(name))
+    weights = load_weights(config, RandomTensors(config, device), device, torch.bfloat16)
+    return DeviceDecoder(config, weights, choose("triton"))
+
+
+def peer_step_s(name: str, sequences: int, context: int, steps: int, device: torch.device) -> float:
+    """Seconds a step of transformers' own generation with continuous batching, same shape and load."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    fields = {key: value for key, value in SHAPES[name].items() if key != "architectures"}
+    config = AutoConfig.for_model(fields.pop("model_type", "llama"), **fields)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()  # type: ignore[no-untyped-call]
+    torch.set_default_dtype(torch.float32)
+    prompts = [[1 + (i * 7 + j) % 1000 for j in range(context)] for i in range(sequences)]
+    times = []
+    for count in (1, steps + 1):
+        settings = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
+        model.generate_batch(inputs=prompts[:1], generation_config=settings, progress_bar=False)
+        begin = time.perf_counter()
+        model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        times.append(time.perf_counter() - begin)
+    return (times[1] - times[0]) / steps
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--profile", action="store_true", help="time by kernel")
+    parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too")
+    parser.add_argument("--json", type=Path, help="write raw samples there")
+    options = parser.parse_args(argv)
+    chosen, why = choose_device("cuda")
+    if chosen != "cuda":
+        print(f"no GPU to measure on: {why}", file=sys.stderr)
+        return 1
+    device = torch.device(chosen, 0)
+    rate = copy_rate(device)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {rate / 1e12:.2f} TB/s")
+    rows, name, model = [], "", None
+    for case, sequences, context in CASES:
+        if options.only not in f"{case}-{sequences}":
+            continue
+        if model is None or case != name:
+            name, model = case, None
+            torch.cuda.empty_cache()
+            model = make_model(case, device)
+        run = Case(model, sequences, context, options.steps + 8)
+        rows.append(run.measure(case, rate, options.steps, SamplingParams(max_tokens=1, temperature=0.0)))
+        print(rows[-1].line(), flush=True)
+        if options.profile:
+            print(run.profile(), flush=True)
+        run.graphs.drop()
+        del run
+    if options.peer:
+        del model
+        torch.cuda.empty_cache()
+        for row in rows:
+            peer = peer_step_s(row.model, row.sequences, row.context, 24, device)
+            print(
+                f"{row.model:12} B={row.sequences:<4} transformers {peer * 1e3:.3f} ms a step,"
+                f" {peer / row.runner_s:.1f} x ours"
+            )
+    if options.json is not None:
+        facts = {
+            "card": torch.cuda.get_device_name(device),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        options.json.write_text(json.dumps({**facts, "copy": rate, "rows": [asdict(row) for row in rows]}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

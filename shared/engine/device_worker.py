@@ -1,0 +1,150 @@
+"""A worker's engine on a GPU: weights, a pool sized by measurement, captured decode steps, and a burst before ready.
+
+Workers that share a GPU are set up one after the other: each measures what the device has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from shared.contracts.errors import SettingsError
+from shared.contracts.ids import WorkerId
+from shared.engine.device_compute import StepLimits
+from shared.engine.device_sizing import SHRINK, DeviceUse, Steps, free_bytes, measure_steps, pool_budget
+from shared.engine.engine import PendingStep
+from shared.engine.numerics import numerics_id
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions
+from shared.kv.device_memory import OutOfDeviceMemory
+from shared.kv.device_pool import DevicePool, create_device_pool
+from shared.kv.device_transfer import DeviceTransport
+from shared.kv.layout import LayerGroup, PoolLayout, fingerprint
+from shared.kv.pool import sweep
+from shared.model.config import layer_groups
+from shared.model.device_decoder import DeviceDecoder, load_device_decoder
+from shared.model.weights import model_digest
+
+log = logging.getLogger("baton.worker")
+
+_LOCK_NAME = "gpu.lock"
+_TRIES = 5
+
+
+def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
+    """Load everything onto the GPU; the engine's threads are not started yet.
+
+    Raises:
+        SettingsError: model, pool or folder can't be used, or the GPU has no room.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    options.kv_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in sweep(options.kv_dir):
+        log.warning("removed a pool file without an owner: %s", path.name)
+    with _alone(options.kv_dir), torch.inference_mode():
+        before = free_bytes(device)
+        model = load_device_decoder(options.model_dir, options.dtype, device.type, with_head=options.samples)
+        weights = before - free_bytes(device)
+        groups = layer_groups(model.config, options.block_size, options.dtype)
+        limits = StepLimits(options.token_budget, options.max_num_seqs, model.config.max_positions, options.depth)
+        try:
+            needed = measure_steps(model, groups, limits)
+            pool, steps = _fitted(options, worker, model, groups, limits, weights, needed)
+        except torch.OutOfMemoryError as exc:
+            raise SettingsError(
+                f"the GPU has no room for this model's steps: {exc}", param="engine.token_budget"
+            ) from exc
+    digest, numerics = model_digest(options.model_dir), numerics_id(options.dtype, model.kernels)
+    facts = WorkerFacts(
+        layout=pool.layout,
+        fingerprint=fingerprint(groups, digest, numerics),
+        numerics=numerics,
+        model_digest=digest,
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+        max_positions=model.config.max_positions,
+        fake=False,
+    )
+    return WorkerEngine(options, facts, pool, _DeviceSteps(steps))
+
+
+class _DeviceSteps:
+    """The engine's runner."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def run(self, plan: StepPlan) -> StepOutput | PendingStep:
+        return self._steps.runner.run(plan)
+
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        for group, block_id in blocks:
+            self._steps.runner.zero_block(group, block_id)
+
+
+def _fitted(
+    options: WorkerOptions,
+    worker: WorkerId,
+    model: DeviceDecoder,
+    groups: tuple[LayerGroup, ...],
+    limits: StepLimits,
+    weights: int,
+    needed: int,
+) -> tuple[DevicePool, Steps]:
+    """The pool and all that runs over it, after a burst has shown that everything fits."""
+    device = model.device
+    total = torch.cuda.get_device_properties(device).total_memory
+    size = pool_budget(total, options.gpu_share, weights, needed, free_bytes(device), options.pool_bytes)
+    for _ in range(_TRIES):
+        num_blocks = size // sum(group.span_bytes for group in groups)
+        if num_blocks < 2:
+            raise SettingsError(f"a KV pool of {size} bytes holds no two blocks", param="pool_bytes")
+        layout = PoolLayout(groups, (num_blocks,) * len(groups))
+        pool, steps = None, None
+        try:
+            pool = create_device_pool(options.kv_dir, worker, layout, device)
+            steps = Steps(model, groups, pool.views(), limits)
+            steps.burst()
+        except (torch.OutOfMemoryError, OutOfDeviceMemory) as exc:
+            log.warning("a KV pool of %d bytes does not fit beside the steps: %s", size, exc)
+            _give_back(steps, pool)
+            size = int(size * SHRINK)
+            continue
+        except BaseException:
+            _give_back(steps, pool)
+            raise
+        use = DeviceUse(total, weights, needed, layout.total_bytes)
+        log.info("%s: %s", torch.cuda.get_device_name(device), use)
+        return pool, steps
+    raise SettingsError("the GPU has no room for a KV pool beside this model's steps", param="kv.pool_bytes")
+
+
+def _give_back(steps: Steps | None, pool: DevicePool | None) -> None:
+    if steps is not None:
+        steps.close()
+    if pool is not None:
+        pool.close()
+    torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the machine's turn at measuring a GPU; ends with the process."""
+    fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def open_device_transport(core: WorkerEngine) -> DeviceTransport:
+    """Pulls from peers on the same GPU into this engine's pool."""
+    assert isinstance(core.pool, DevicePool)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return DeviceTransport(core.options.kv_dir, core.facts.layout.groups, core.pool, device)
