@@ -22,6 +22,11 @@ def threads_per_worker(cores: int, workers: int) -> int:
     return max(1, cores // max(1, workers))
 
 
+def has_gpu() -> bool:
+    """True where an NVIDIA driver is at work; whether its GPU is one to compute on, a worker finds out."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def pool_bytes_per_worker(free_memory: int, free_folder: int, workers: int) -> int:
     """Bytes of one worker's KV pool when none are set: a share of what is free, within bounds.
 
