@@ -1,0 +1,61 @@
+"""Bitwise equal logits however a request is run, with weights that are integers: each kind against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine.numerics import numerics_id
+from shared.model.decoder import Model, load_decoder
+from tests.native import require_native
+from tests.pipeline.equivalence import MODES, ORACLE, PAIRWISE, Cell, CellResult, Prompt, make_prompts, run_cell
+from tests.pipeline.test_equivalence import TINY_LENGTHS, check_cell
+from tests.tiny_models import make_tiny_model
+
+KINDS = [("bfloat16", "int8"), ("float32", "int8"), ("bfloat16", "int4"), ("float32", "int4-g128")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, str]:
+    require_native()
+    dtype, quant = request.param
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype=getattr(torch, dtype))
+    return load_decoder(folder, dtype, "native", threads=2, quant=quant), dtype
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    return make_prompts(TINY_LENGTHS, 320, max_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny: tuple[Model, str], prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> CellResult:
+    return run_cell(ORACLE, *tiny, prompts, tmp_path_factory.mktemp("kv"))
+
+
+@pytest.mark.parametrize("cell", [*PAIRWISE, MODES[0]], ids=str)
+def test_tiny(cell: Cell, tiny: tuple[Model, str], prompts: list[Prompt], oracle: CellResult, tmp_path: Path) -> None:
+    check_cell(cell, run_cell(cell, *tiny, prompts, tmp_path), oracle, prompts)
+
+
+def test_integers_are_not_the_plain_weights(
+    tiny: tuple[Model, str], prompts: list[Prompt], oracle: CellResult, tmp_path: Path
+) -> None:
+    # were the setting ignored, every cell above would pass
+    model, dtype = tiny
+    folder = make_tiny_model(tmp_path / "plain", dtype=getattr(torch, dtype))
+    plain = load_decoder(folder, dtype, "native", threads=2)
+    other = run_cell(ORACLE, plain, dtype, prompts[:3], tmp_path)
+    assert all(oracle.rows[key] != digest for key, digest in other.rows.items())
+    assert numerics_id(dtype, plain.kernels, plain.quant) != numerics_id(dtype, model.kernels, model.quant)
