@@ -1,0 +1,98 @@
+"""`[engine] quant`: who may set it, where it reaches, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from kernels.dispatch import KernelChoice
+from kernels.linear.quantize import NONE, QUANTS
+from kernels.native.cpu import VARIABLE
+from services.cli.options import up_flags, up_parser
+from shared.contracts.errors import SettingsError
+from shared.engine.numerics import numerics_id
+from shared.engine.worker_settings import worker_options
+from shared.model.decoder import load_decoder
+from shared.settings.load import load_settings
+from shared.settings.models import for_model, served_models
+from shared.settings.sections import Quantization
+from tests.native import require_native
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_settings_know_what_the_kernels_know() -> None:
+    assert get_args(Quantization) == tuple(QUANTS)
+    assert all(QUANTS[name].name == name for name in QUANTS)
+
+
+def test_a_flag_reaches_the_worker() -> None:
+    flags = up_flags(up_parser().parse_args(["--quant", "int8", "--dtype", "bfloat16"]))
+    settings = load_settings(flags={name: value for name, value in flags.items() if value is not None}).settings
+    options = worker_options(for_model(settings, served_models(settings)[0]), "decode", os.environ)
+    assert (options.quant, options.dtype) == ("int8", "bfloat16")
+
+
+def test_a_model_has_its_own_or_the_engine_s(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    tables = "[[models]]\nname = 'a'\n[[models]]\nname = 'b'\nquant = 'int4'\n[[models]]\nname = 'c'\nquant = 'none'\n"
+    file.write_text(f"schema = 1\n[engine]\nquant = 'int8'\n{tables}")
+    settings = load_settings(file=file).settings
+    assert [model.quant for model in served_models(settings)] == ["int8", "int4", "none"]
+    assert [for_model(settings, model).engine.quant for model in served_models(settings)] == ["int8", "int4", "none"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "quant", "words"),
+    [
+        ("float32", "torch", "int8", "not kernels 'torch'"),
+        ("float32", "reference", "int4", "not kernels 'reference'"),
+        ("float64", "native", "int8", "with dtype 'float64'"),
+        ("float32", "native", "int3", "none of none, int8"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(folder: Path, dtype: str, kernels: str, quant: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as error:
+        load_decoder(folder, dtype, kernels, quant=quant)
+    assert error.value.param == "quant"
+
+
+def test_without_native_kernels_nothing_else_computes_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "none")
+    with pytest.raises(SettingsError, match="quant 'int8' needs the native kernels"):
+        load_decoder(folder, "float32", "auto", quant="int8")
+
+
+def test_a_weight_without_integers_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    require_native()
+    broken = make_tiny_model(tmp_path / "tiny")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SettingsError, match="quant 'int4': a weight is not finite"):
+        load_decoder(broken, "float32", "native", quant="int4", threads=1)
+
+
+def test_automatic_kernels_are_the_native_ones(folder: Path) -> None:
+    require_native()
+    model = load_decoder(folder, "bfloat16", "auto", quant="int8", threads=1)
+    assert model.kernels.native is not None
+    assert model.quant is QUANTS["int8"]
+    assert model.dtype == torch.bfloat16
+
+
+def test_the_numerics_id_tells_them_apart() -> None:
+    choice = KernelChoice("reference")
+    ids = {numerics_id("float32", choice, quant) for quant in QUANTS.values()}
+    assert len(ids) == len(QUANTS)
+    assert numerics_id("float32", choice, NONE) == numerics_id("float32", choice)
