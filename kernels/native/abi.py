@@ -121,6 +121,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     if list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
         raise ValueError("the library's structures have other sizes")
     _function(library, "baton_open", c_void_p, c_int64)
+    _function(library, "baton_use", None, c_void_p, c_int64)
     _function(library, "baton_close", None, c_void_p)
     for dtype in DTYPES:
         _function(library, f"baton_step_{dtype}", c_int, *[c_void_p] * 3)

@@ -12,4 +12,5 @@ void baton_sizes(int64_t sizes[5]) {
 }
 
 baton_team *baton_open(int64_t threads) { return threads > 0 && threads <= 1024 ? team_new((int)threads) : 0; }
+void baton_use(baton_team *team, int64_t threads) { team_use(team, threads > 1024 ? 1024 : (int)threads); }
 void baton_close(baton_team *team) { team_free(team); }

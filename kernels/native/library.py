@@ -44,6 +44,10 @@ class Team:
         closing = weakref.finalize(self, library.functions.baton_close, self._handle)
         closing.atexit = False  # a thread may still be in a call when the interpreter ends
 
+    def use(self, threads: int) -> None:
+        """Let calls from now on use so many threads, at least one and at most all; results stay the same bits."""
+        self.library.functions.baton_use(self._handle, max(0, min(threads, self.threads)))
+
     def call(self, name: str, dtype: torch.dtype, *arguments: object) -> None:
         """Call `name` for elements of `dtype`.
 

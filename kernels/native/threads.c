@@ -30,6 +30,7 @@ typedef struct {
 
 struct baton_team {
     int size;
+    int used;    /* threads of a run, the caller among them; the others sleep. Changes between runs only */
     int started; /* threads beside the caller that exist */
     pthread_t *threads;
     memory *memories; /* [(size + 1) * TEAM_SLOTS], the team's own last */
@@ -61,6 +62,13 @@ static uint64_t add(counter *c, uint64_t value) { return __atomic_add_fetch(&c->
 static void futex_wait(counter *c, uint64_t seen) {
     syscall(SYS_futex, &c->value, FUTEX_WAIT_PRIVATE, (uint32_t)seen, NULL, NULL, 0);
 }
+/* The same for those with a bit of the mask. */
+static void futex_wait_as(counter *c, uint64_t seen, uint32_t mask) {
+    syscall(SYS_futex, &c->value, FUTEX_WAIT_BITSET_PRIVATE, (uint32_t)seen, NULL, NULL, mask);
+}
+static void futex_wake_those(counter *c, uint32_t mask) {
+    syscall(SYS_futex, &c->value, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX, NULL, NULL, mask);
+}
 static void futex_wake(counter *c) { syscall(SYS_futex, &c->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
 
 static void pause_a_little(void) {
@@ -70,6 +78,11 @@ static void pause_a_little(void) {
     __asm__ volatile("isb" ::: "memory"); /* its yield does nothing on most processors */
 #endif
 }
+
+/* Bits of threads that sleep until a run: from the 32nd on they share them, and some wake for nothing. */
+enum { BITS = 32 };
+static uint32_t bit_of(int thread) { return (uint32_t)1 << thread % BITS; }
+static uint32_t bits_below(int threads) { return threads < BITS ? bit_of(threads) - 1 : UINT32_MAX; }
 
 static long now_ns(void) {
     struct timespec time;
@@ -103,7 +116,7 @@ void *team_memory(baton_team *team, int thread, int slot, size_t bytes) {
 }
 
 void team_phase(baton_team *team, int thread, long phase, long items, baton_item *item, const void *argument) {
-    const int size = team->size;
+    const int size = team->used;
     counter *done = &team->done[phase], *next = &team->next[phase * size];
     if (load(done) == (uint64_t)items) return;
     uint64_t mine = 0;
@@ -139,13 +152,16 @@ static void *worker(void *argument) {
     pthread_sigmask(SIG_BLOCK, &all, NULL); /* they are for the program's own threads */
     baton_team *team = own.team;
     uint64_t seen = 0;
+    int waits = 1; /* of use in the last run: looks for the next one before it sleeps */
     for (;;) {
-        while (!spin(&team->run, seen, 0)) futex_wait(&team->run, seen);
+        if (!waits || !spin(&team->run, seen, 0)) futex_wait_as(&team->run, seen, bit_of(own.thread));
         if (load(&team->stop)) return NULL;
-        seen = load(&team->run);
+        const uint64_t run = load(&team->run);
+        if (run == seen) continue;
+        seen = run;
         add(&team->inside, 1);
         /* the caller closes the run and then looks who is inside: one of the two sees the other */
-        if (load(&team->open)) team->program(team->argument, team, own.thread);
+        if (load(&team->open) && (waits = own.thread < team->used)) team->program(team->argument, team, own.thread);
         add(&team->inside, (uint64_t)-1);
     }
 }
@@ -163,10 +179,10 @@ int team_run(baton_team *team, baton_program *program, void *argument, long phas
     memset(team->next, 0, (size_t)phases * team->size * sizeof(counter));
     team->program = program;
     team->argument = argument;
-    if (team->size > 1) {
+    if (team->used > 1) {
         store(&team->open, 1);
         add(&team->run, 1);
-        futex_wake(&team->run);
+        futex_wake_those(&team->run, bits_below(team->used));
     }
     program(argument, team, 0);
     store(&team->open, 0);
@@ -176,11 +192,15 @@ int team_run(baton_team *team, baton_program *program, void *argument, long phas
 
 int team_size(const baton_team *team) { return team->size; }
 
+void team_use(baton_team *team, int threads) {
+    team->used = threads < 1 ? 1 : threads > team->size ? team->size : threads;
+}
+
 void team_free(baton_team *team) {
     if (!team) return;
     store(&team->stop, 1);
     add(&team->run, 1);
-    futex_wake(&team->run);
+    futex_wake_those(&team->run, UINT32_MAX);
     for (int i = 0; i < team->started; i++) pthread_join(team->threads[i], NULL);
     for (int i = 0; team->memories && i < (team->size + 1) * TEAM_SLOTS; i++) free(team->memories[i].start);
     free(team->memories);
@@ -195,7 +215,7 @@ baton_team *team_new(int threads) {
     baton_team *team = aligned_alloc(LINE, (sizeof(baton_team) + LINE - 1) / LINE * LINE);
     if (!team) return NULL;
     memset(team, 0, sizeof *team);
-    team->size = threads;
+    team->size = team->used = threads;
     team->threads = calloc((size_t)threads, sizeof(pthread_t));
     team->memories = calloc((size_t)(threads + 1) * TEAM_SLOTS, sizeof(memory));
     for (int i = 1; i < threads && team->threads && team->memories; i++) {

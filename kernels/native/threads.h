@@ -10,7 +10,7 @@
 
 typedef struct baton_team baton_team;
 
-/* Every thread calls this once per run, with its number from 0. */
+/* Every thread of a run calls this once per run, with its number from 0. */
 typedef void baton_program(void *argument, baton_team *team, int thread);
 /* One item of a phase. */
 typedef void baton_item(const void *argument, long item, int thread);
@@ -20,12 +20,15 @@ baton_team *team_new(int threads);
 void team_free(baton_team *team);
 int team_size(const baton_team *team);
 
+/* Let runs use the first `threads` threads, at least one and at most all. To be called between runs; costs nothing. */
+void team_use(baton_team *team, int threads);
+
 /* Memory of one thread (0 <= thread < size) or of the team (thread = -1), at least `bytes`, aligned to 64; contents are
  * lost when it grows. To be called between runs. NULL: no memory. */
 enum { TEAM_SLOTS = 12 };
 void *team_memory(baton_team *team, int thread, int slot, size_t bytes);
 
-/* Run `program` on all threads, of at most `phases` phases. Not to be called by two threads at once.
+/* Run `program` on the threads in use, of at most `phases` phases. Not to be called by two threads at once.
  * Returns 0, or -1 without memory for the phases. */
 int team_run(baton_team *team, baton_program *program, void *argument, long phases);
 

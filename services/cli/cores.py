@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
 from pathlib import Path
+
+from shared.engine.cores import usable_cores as usable_cores
 
 MIN_POOL_BYTES = 64 * 1024 * 1024
 MAX_POOL_BYTES = 1024 * 1024 * 1024
@@ -14,10 +15,10 @@ POOL_SHARE = 0.25
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
-    """Compute threads of one worker: the cores split evenly, at least one each.
+    """Threads of torch in one worker: the cores split evenly, at least one each.
 
-    Threads of all workers together do not exceed the cores, because two workers that spin on one core both lose. The
-    numbers a worker computes do not depend on its thread count.
+    Threads of all workers together do not exceed the cores, because two workers that spin on one core both lose. Native
+    kernels take more while other workers rest. The numbers a worker computes do not depend on its thread count.
     """
     return max(1, cores // max(1, workers))
 
@@ -36,23 +37,6 @@ def pool_bytes_per_worker(free_memory: int, free_folder: int, workers: int) -> i
     """
     share = min(free_memory * POOL_SHARE, free_folder * 0.8) / max(1, workers)
     return int(min(MAX_POOL_BYTES, max(MIN_POOL_BYTES, share)))
-
-
-def parse_cpu_max(text: str) -> int | None:
-    """Cores a cgroup v2 `cpu.max` allows, rounded up; None for no limit."""
-    quota, _, period = text.strip().partition(" ")
-    if quota == "max" or not quota.isdigit() or not period.isdigit() or int(period) == 0:
-        return None
-    return max(1, math.ceil(int(quota) / int(period)))
-
-
-def usable_cores() -> int:
-    """Cores this process may run on: its affinity, capped by its control group."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError):
-        limit = parse_cpu_max(Path("/sys/fs/cgroup/cpu.max").read_text())
-        cores = min(cores, limit or cores)
-    return cores
 
 
 def free_memory_bytes() -> int:

@@ -42,7 +42,7 @@ def _folder(given: str, param: str, fake: bool, env: Mapping[str, str], say: Cal
 
 
 def with_resources(settings: Settings, pool_folder: Path) -> Settings:
-    """Settings with cores and memory shared among the workers of all models.
+    """Settings with memory shared among the workers of all models.
 
     Args:
         pool_folder: where pool files go unless `kv.dir` says otherwise; made here.
@@ -56,7 +56,4 @@ def with_resources(settings: Settings, pool_folder: Path) -> Settings:
     if not on_gpu and not all(entry.pool_bytes for entry in served_models(settings)):
         free = cores.pool_bytes_per_worker(cores.free_memory_bytes(), cores.free_folder_bytes(folder), workers)
         kv = kv.model_copy(update={"pool_bytes": free})
-    if not engine.threads:
-        threads = cores.threads_per_worker(cores.usable_cores(), workers)
-        engine = engine.model_copy(update={"threads": threads})
-    return settings.model_copy(update={"kv": kv, "engine": engine})
+    return settings.model_copy(update={"kv": kv})

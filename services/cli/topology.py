@@ -55,6 +55,7 @@ class StackPlan:
     credentials: Credentials
     own_nats: bool
     own_redis: bool
+    threads: int = 1  # of torch in a worker, where settings leave them open
 
 
 def instance_names(settings: Settings) -> dict[str, str]:
@@ -142,7 +143,7 @@ def base_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str]) -> ChildSpec:
     """One service process: its settings and secrets by environment, threads bounded by its share of the cores."""
-    threads = str(plan.settings.engine.threads) if service in ("prefill", "decode") else "1"
+    threads = str(plan.settings.engine.threads or plan.threads) if service in ("prefill", "decode") else "1"
     child_env = {
         **base_environment(env),
         **as_environment(process_settings(plan.settings, name)),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from services.cli import control, restart, servers
+from services.cli import control, cores, restart, servers
 from services.cli.child import ChildFailed, ChildSpec
 from services.cli.credentials import ensure_credentials
 from services.cli.detach import become_daemon_child, finish_handover, launch_detached
@@ -36,7 +36,7 @@ from services.cli.topology import (
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.stop import stop_on_signals
 from shared.settings.load import load_settings, settings_file
-from shared.settings.models import served_models
+from shared.settings.models import num_workers, served_models
 from shared.settings.sections import Settings
 
 FIRST_TOKEN_TIMEOUT_S = 120.0
@@ -168,10 +168,12 @@ async def _start(
     plan = replace(plan, settings=await _with_servers(plan, env, supervisor))
     progress.done(f"NATS at {_address(plan.settings.bus.nats_url)}, Redis at {_address(plan.settings.store.redis_url)}")
 
-    plan = replace(plan, settings=with_resources(plan.settings, state.pool_folder()))
+    usable, workers = cores.usable_cores(), num_workers(settings)
+    threads = cores.threads_per_worker(usable, workers)
+    plan = replace(plan, settings=with_resources(plan.settings, state.pool_folder()), threads=threads)
     specs = [service_spec(plan, name, service, env) for name, service in instance_names(settings).items()]
     facts = await supervisor.start(specs)
-    progress.done(f"{len(specs)} processes; {plan.settings.engine.threads} compute thread(s) a worker")
+    progress.done(f"{len(specs)} processes; {workers} worker(s) share {usable} core(s)")
 
     port = int(facts["gateway"].get("port", settings.gateway.port))
     supervisor.respecify(_same_port(next(spec for spec in specs if spec.name == "gateway"), port))

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -26,9 +26,10 @@ from shared.contracts.parts import StepModel
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.batching_policy import Batching
-from shared.engine.engine import Engine, PendingStep, Runner
+from shared.engine.core_share import CoreShare, open_share
+from shared.engine.engine import Engine, Runner
+from shared.engine.model_steps import ModelSteps
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
-from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fastest, fit_all
 from shared.kv.layout import PoolLayout
 from shared.kv.transfer import SharedMemoryTransport, Transport
@@ -67,7 +68,9 @@ class WorkerOptions:
     batching: Batching = "continuous"
     batch_size: int = 8
     batch_window_s: float = 0.05
-    threads: int = 0  # 0 = as torch decides
+    threads: int = 0  # this worker's own; 0 = as torch decides
+    most_threads: int = 0  # of native kernels, while no other worker computes; 0: `threads`, always
+    cores: int = 0  # that the workers of the host share; 0: this one looks at no others
     device: str = "cpu"  # as settings name it: auto, cpu or cuda; of a running engine, what computes
     gpu_share: float = 0.9  # most of the GPU's memory one worker takes
     kernels: str = "auto"
@@ -111,6 +114,7 @@ class WorkerEngine:
     facts: WorkerFacts
     pool: OwnPool
     runner: Runner
+    share: CoreShare | None = None  # of the cores, closed with the engine
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
     engine: Engine = field(init=False)
@@ -178,6 +182,8 @@ class WorkerEngine:
         """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
         if not self.engine.stop(timeout_s):
             log.error("the engine did not stop within %.1f s", timeout_s)
+        if self.share is not None:
+            self.share.close()
         self.pool.close()
 
     def _observe(self, observation: StepObservation) -> None:
@@ -265,23 +271,6 @@ def _locked(fd: int) -> bool:
     return True
 
 
-class _ModelSteps:
-    """A model's runner, and the zeroing of blocks that goes with it."""
-
-    def __init__(
-        self, run: Callable[[StepPlan], StepOutput | PendingStep], zero: Callable[[int, Iterable[int]], None]
-    ) -> None:
-        self._run = run
-        self._zero = zero
-
-    def run(self, plan: StepPlan) -> StepOutput | PendingStep:
-        return self._run(plan)
-
-    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
-        for group, block_id in blocks:
-            self._zero(group, (block_id,))
-
-
 def fake_step_time(speed: float) -> StepTimeModel:
     """The step-time model of fake workers, `speed` times as fast as the default."""
     m = DEFAULT_MODEL
@@ -334,6 +323,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     from shared.kv.pool import create_pool, sweep
     from shared.model.config import layer_groups
     from shared.model.decoder import load_decoder
+    from shared.model.native_decoder import NativeDecoder
     from shared.model.weights import model_digest
 
     if options.threads:
@@ -346,7 +336,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         options.dtype,
         options.kernels,
         with_head=options.samples,
-        threads=options.threads,
+        threads=options.most_threads or options.threads,
         quant=options.quant,
     )
     if model.kernels.native is not None:
@@ -371,7 +361,11 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     )
     pool = create_pool(options.kv_dir, worker, layout)
     try:
-        return WorkerEngine(options, facts, pool, _ModelSteps(ModelRunner(model, pool).run, pool.zero_blocks))
+        run = ModelRunner(model, pool).run
+        use_threads = model.use_threads if isinstance(model, NativeDecoder) else None
+        share = open_share(options.kv_dir / "cores", worker, options.cores) if options.cores else None
+        steps = ModelSteps(run, pool.zero_blocks, share, use_threads)
+        return WorkerEngine(options, facts, pool, steps, share)
     except BaseException:
         pool.close()
         raise

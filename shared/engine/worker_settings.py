@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared.contracts.errors import SettingsError
+from shared.engine.cores import usable_cores
 from shared.engine.worker_engine import WorkerOptions
 from shared.model.fetch import cache_dir, default_model_dir
 from shared.settings.sections import Settings
@@ -29,7 +30,9 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
             f"engine.{field} is {budget}: it must exceed engine.max_sequences, {engine.max_sequences}",
             param=f"engine.{field}",
         )
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
+    count = env.get("OMP_NUM_THREADS", "")
+    share = int(count) if count.isdigit() else cores // max(1, workers.prefill + workers.decode)
     return WorkerOptions(
         samples=role == "decode",
         model_dir=Path(settings.model.path) if settings.model.path else default_model_dir(cache_dir(env)),
@@ -44,7 +47,9 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         batching=engine.batching,
         batch_size=engine.batch_size,
         batch_window_s=engine.batch_window_s,
-        threads=engine.threads or max(1, cores // max(1, workers.prefill + workers.decode)),
+        threads=engine.threads or max(1, share),
+        most_threads=engine.threads or cores,
+        cores=cores,
         device=engine.device,
         gpu_share=engine.gpu_share or GPU_SHARE / max(1, workers.prefill + workers.decode),
         kernels=engine.kernels,

@@ -110,6 +110,10 @@ class NativeDecoder:
             self._model, self._groups = self._in_groups(groups), groups
         return self._model
 
+    def use_threads(self, threads: int) -> None:
+        """Let steps from now on use so many threads, at most those there are; they give the same bits."""
+        self._team.use(threads)
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights: what a step reads."""

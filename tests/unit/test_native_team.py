@@ -8,8 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from kernels.native.abi import TO_FLOATS
+from kernels.native.arena import Arena
 from kernels.native.build import KERNELS, find_compiler
+from kernels.native.library import Team
+from kernels.native.packed import linear, pack_linear, packed_bytes
+from tests.native import ALL_LEVELS, library_at, require_native
 
 SOURCES = [str(Path(__file__).with_name("team_test.c")), str(KERNELS / "native" / "threads.c")]
 
@@ -46,3 +52,18 @@ def test_the_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
     program = build(tmp_path, "-O1", "-g", "-fsanitize=thread")
     for threads in (2, 3, 8):
         assert run(program, threads, 100) == "ok\n"
+
+
+def test_the_threads_in_use_change_no_bit() -> None:
+    require_native()
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(300, 70, generator=draw), torch.randn(40, 70, generator=draw)
+    team = Team(library_at(ALL_LEVELS[0]), 3)
+    packed = pack_linear(team, Arena(packed_bytes(300, 70, torch.float32)), [weight], [], torch.float32)
+    found = []
+    for threads in (3, 1, 2, 0, 5, 3):
+        team.use(threads)
+        found.append(torch.full((40, 300), float("nan")))
+        linear(team, x, packed, TO_FLOATS, found[-1])
+    assert all(torch.equal(y, found[0]) for y in found)
+    torch.testing.assert_close(found[0], x @ weight.T, rtol=1e-4, atol=1e-4)

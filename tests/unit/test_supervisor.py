@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.child import ChildFailed, ChildSpec, describe_exit, tail
-from services.cli.cores import parse_cpu_max, pool_bytes_per_worker, threads_per_worker
+from services.cli.cores import pool_bytes_per_worker, threads_per_worker
 from services.cli.credentials import ensure_credentials
 from services.cli.servers import nats_spec, on_port, redis_spec
 from services.cli.state import StackRecord, StateFolder, running_stack
@@ -280,8 +280,6 @@ def test_every_process_stops_and_the_ingresses_stop_first(tmp_path: Path) -> Non
 
 def test_shares() -> None:
     assert [threads_per_worker(cores, 2) for cores in (1, 2, 3, 8)] == [1, 1, 1, 4]
-    assert parse_cpu_max("max 100000\n") is None
-    assert parse_cpu_max("150000 100000\n") == 2
     mib = 1024 * 1024
     assert pool_bytes_per_worker(4096 * mib, 100_000 * mib, 2) == 512 * mib
     assert pool_bytes_per_worker(4096 * mib, 200 * mib, 2) == 80 * mib

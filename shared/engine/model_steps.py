@@ -1,0 +1,35 @@
+"""A model's runner as an engine calls it: on its share of the cores, with the zeroing of blocks that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from shared.engine.core_share import CoreShare
+from shared.engine.step_plan import StepOutput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSteps:
+    """`share` None shares cores with nobody.
+
+    `use_threads` is told before each step how many threads it may use; None for a model that cannot change them: others
+    still see when it computes.
+    """
+
+    step: Callable[[StepPlan], StepOutput]
+    zero: Callable[[int, Iterable[int]], None]
+    share: CoreShare | None = None
+    use_threads: Callable[[int], None] | None = None
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        if self.share is None:
+            return self.step(plan)
+        with self.share.step() as threads:
+            if self.use_threads is not None:
+                self.use_threads(threads)
+            return self.step(plan)
+
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        for group, block_id in blocks:
+            self.zero(group, (block_id,))
