@@ -29,7 +29,7 @@ class Job:
 
 
 def make_jobs(count: int, vocab_size: int, seed: int, salt: str = "") -> list[Job]:
-    """Always the same for a seed. Another salt gives other ids, which no cache knows, in prompts of the same lengths."""
+    """Always the same for a seed. Another salt gives other ids, for prompts of the same lengths."""
     lengths = random.Random(seed)
     sizes = [(lengths.choice(PROMPTS), lengths.choice(OUTPUTS)) for _ in range(count)]
     return _filled(sizes, vocab_size, f"{seed} {salt}")
@@ -126,9 +126,7 @@ class Arrivals:
         """A request ended. Raises ValueError when it had another number of tokens: it was not the same work."""
         self._ended += 1
         if self._came[number] != self.jobs[number].max_tokens:
-            raise ValueError(
-                f"request {number}: {self._came[number]} tokens instead of {self.jobs[number].max_tokens}"
-            )
+            raise ValueError(f"request {number}: {self._came[number]} tokens instead of {self.jobs[number].max_tokens}")
 
     def close(self, now: float) -> LoopResult:
         """The loop is over."""
@@ -182,7 +180,6 @@ def order_of(jobs: Sequence[Job], concurrency: int) -> str:
 
 def own_stdout() -> TextIO:
     """Standard output for answers only: whatever else a library prints goes to stderr from now on."""
-
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

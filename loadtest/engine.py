@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from kernels.linear.quantize import QUANTS
 from loadtest.machine import IDLE_CORES, this_machine
 from loadtest.samples import Series, collect
-from shared.contracts.errors import BatonError
+from shared.contracts.errors import BatonError, SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.model_runner import ModelRunner
@@ -75,7 +76,10 @@ CELLS = (
     Cell("decode B32", 32),
     Cell("prefill 512", tokens=512),
     Cell("prefill 2048", tokens=2048),
+    Cell("prefill 8192", tokens=8192),
 )
+COPY_BYTES = 1 << 28
+LONGEST = 2048
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,18 +103,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     folder = options.model or fetch_default_model(cache_dir(os.environ), _say)
     threads = options.threads or len(os.sched_getaffinity(0))
     models: dict[str, Model] = {}
-    for name in CONTESTANTS:
+    for name in contestants(options.only, options.quant):
         _say(f"loading {folder.name} for {name}")
-        model = load_decoder(folder, options.dtype, name, threads=threads)
+        model = load_decoder(folder, options.dtype, name, threads=threads, quant=options.quant)
         if name == "torch" or model.kernels.native is not None:
             models[name] = model
-    native = models.get("native")
+    if not models:
+        raise SettingsError("--only native: the native kernels cannot be had", param="--only")
+    native, config = models.get("native"), next(iter(models.values())).config
+    cells = cells_of(options.longest, config.max_positions)
     with ExitStack() as stack:
-        pool = stack.enter_context(_pool(models["torch"].config, options.dtype, stack))
-        steps = _steps(models, pool, threads)
+        pool = stack.enter_context(_pool(config, cells, options.dtype, stack))
+        steps = _steps(models, cells, pool, threads)
+        steps["copy"] = _copy()
         if isinstance(native, NativeDecoder):
             inner = native.native(pool.layout.groups)
-            for cell in CELLS:
+            for cell in cells:
                 steps[cell.sweep] = lambda cell=cell: inner.sweep(cell.rows, cell.head_rows)  # type: ignore[misc]
         _say(f"measuring for {options.seconds:g} s, or until every figure has {ENOUGH} samples of an idle machine")
         series = collect(steps, options.seconds, ENOUGH)
@@ -118,19 +126,35 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "bench": "engine",
         "model": folder.name,
         "dtype": options.dtype,
+        "quant": options.quant,
         "threads": threads,
+        "copy_gb_s": 2 * COPY_BYTES / series["copy"].step_s / 1e9,
         "weight_bytes": native.weight_bytes if isinstance(native, NativeDecoder) else None,
-        "numerics": {name: numerics_id(options.dtype, model.kernels) for name, model in models.items()},
+        "numerics": {name: numerics_id(options.dtype, model.kernels, model.quant) for name, model in models.items()},
         "machine": this_machine().body(),
         "figures": figures(series),
         "samples": {name: [asdict(sample) for sample in one.samples] for name, one in series.items()},
     }
 
 
+def contestants(only: str | None, quant: str) -> tuple[str, ...]:
+    """Who is measured: both, or the one asked for; integers are the native kernels' alone. Pure."""
+    names = CONTESTANTS if quant == "none" else ("native",)
+    return tuple(name for name in names if only in (None, name))
+
+
+def cells_of(longest: int, max_positions: int) -> list[Cell]:
+    """The cells with prompts up to `longest` that a model's context holds. Pure."""
+    most = min(longest, max_positions)
+    return [cell for cell in CELLS if (cell.tokens or CONTEXT + 1) <= most]
+
+
 def figures(series: dict[str, Series]) -> list[dict[str, Any]]:
     """A row a cell: tokens a second of each contestant, the sweep, and the share of it. Pure."""
     rows = []
     for cell in CELLS:
+        if not any(f"{name} {cell.name}" in series for name in CONTESTANTS):
+            continue
         row: dict[str, Any] = {"cell": cell.name, "idle": True, "clean": 0, "dropped": 0}
         for name in CONTESTANTS:
             one = series.get(f"{name} {cell.name}")
@@ -151,8 +175,9 @@ def figures(series: dict[str, Series]) -> list[dict[str, Any]]:
 def text_of(report: dict[str, Any]) -> str:
     """The table. Pure."""
     machine = report["machine"]
+    computed = f"{report['dtype']}, quant {report['quant']}, {report['threads']} threads"
     lines = [
-        f"{report['model']}, {report['dtype']}, {report['threads']} threads; {machine['cpu']}, {machine['date']}",
+        f"{report['model']}, {computed}; {machine['cpu']}, {machine['date']}",
         f"{'tokens a second':16}{'torch':>10}{'native':>10}{'ratio':>8}{'sweep ms':>10}{'share':>8}  samples",
     ]
     for row in report["figures"]:
@@ -178,14 +203,15 @@ def _number(value: float | None, form: str, width: int) -> str:
     return f"{'—' if value is None else format(value, form):>{width}}"
 
 
-def _steps(models: dict[str, Model], pool: Pool, threads: int) -> dict[str, Callable[[], None]]:
+def _steps(models: dict[str, Model], cells: Sequence[Cell], pool: Pool, threads: int) -> dict[str, Callable[[], None]]:
     """Every cell of every contestant, contestants side by side."""
     runners = {name: ModelRunner(model, pool) for name, model in models.items()}
     # native steps leave torch little to do, and its threads would spin on their cores: as in a worker
     torch_threads = {"torch": threads, "native": 1}
     steps: dict[str, Callable[[], None]] = {}
-    for cell in CELLS:
-        plans = _plans(cell, models["torch"].config.vocab_size)
+    vocab_size = next(iter(models.values())).config.vocab_size
+    for cell in cells:
+        plans = _plans(cell, vocab_size)
         for name, runner in runners.items():
 
             def step(runner: ModelRunner = runner, plans: list[StepPlan] = plans, name: str = name) -> None:
@@ -217,15 +243,24 @@ def _plans(cell: Cell, vocab_size: int) -> list[StepPlan]:
     return plans
 
 
-def _pool(config: ModelConfig, dtype: str, stack: ExitStack) -> Pool:
+def _pool(config: ModelConfig, cells: Sequence[Cell], dtype: str, stack: ExitStack) -> Pool:
     """A pool of small random keys and values for all cells, in memory."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=_memory_folder()))
-    most = max(cell.sequences * -(-(CONTEXT + 1) // BLOCK) for cell in CELLS)
-    blocks = max(most, max(-(-cell.tokens // BLOCK) for cell in CELLS))
+    blocks = max(max(cell.sequences * -(-(CONTEXT + 1) // BLOCK), -(-cell.tokens // BLOCK)) for cell in cells)
     pool = create_pool(Path(folder), WorkerId("bench"), PoolLayout(layer_groups(config, BLOCK, dtype), (blocks,)))
     for view in pool.views():
         view.normal_(generator=torch.Generator().manual_seed(0))
     return pool
+
+
+def _copy() -> Callable[[], None]:
+    """Memory read and written by a plain copy, for the machine's own speed."""
+    source, target = (torch.zeros(COPY_BYTES, dtype=torch.uint8) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return copy
 
 
 def _memory_folder() -> str | None:
@@ -242,6 +277,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model folder (default: the default model)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+    parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
+    parser.add_argument("--longest", type=int, default=LONGEST, metavar="N", help=f"prompts up to (default {LONGEST})")
+    parser.add_argument("--only", choices=CONTESTANTS, help="leave the other out")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")
     parser.add_argument("--seconds", type=float, default=100.0, metavar="S", help="to measure for (default 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")

@@ -61,10 +61,11 @@ class ForeignLoad:
 
     Args:
         ours: process ids whose descendants count as ours too.
+        children: False: of this process's children only those in `ours` are ours.
     """
 
-    def __init__(self, *ours: int) -> None:
-        self._roots = {os.getpid(), *ours}
+    def __init__(self, *ours: int, children: bool = True) -> None:
+        self._roots = {os.getpid(), *ours} if children else set(ours)
         self._at = time.monotonic()
         self._busy, self._own = _machine_busy_s(), self._own_s()
 
@@ -75,7 +76,16 @@ class ForeignLoad:
 
     def _own_s(self) -> float:
         parents, used = _processes()
-        return sum(seconds for pid, seconds in used.items() if _descends(pid, parents, self._roots))
+        own = used.get(os.getpid(), 0.0)
+        return own + sum(
+            seconds for pid, seconds in used.items() if pid != os.getpid() and _descends(pid, parents, self._roots)
+        )
+
+
+def processor_s(*roots: int) -> float:
+    """Processor seconds that these processes and their descendants have used, those that ended included."""
+    parents, used = _processes()
+    return sum(seconds for pid, seconds in used.items() if _descends(pid, parents, set(roots)))
 
 
 def foreign_cores(seconds: float) -> float:

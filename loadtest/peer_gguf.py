@@ -26,7 +26,7 @@ _PARTS = {
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor, `model.layers.3.self_attn.q_proj.bias` → `blk.3.attn_q.bias`."""
+    """llama.cpp's name of a tensor, `model.layers.3.self_attn.q_proj.weight` → `blk.3.attn_q.weight`."""
     if name in _TOP:
         return _TOP[name]
     parts = name.split(".")
@@ -34,13 +34,13 @@ def gguf_name(name: str) -> str:
 
 
 def random_gguf(source: Path, target: Path) -> None:
-    """Write a Qwen2 folder of `peer_weights.random_folder` as BF16 GGUF: the same bits, the same vocabulary."""
+    """Write a folder of `peer_weights.random_folder` as BF16 GGUF: the same bits, the same vocabulary."""
     import torch
     from safetensors import safe_open
 
     shape: dict[str, Any] = json.loads((source / "config.json").read_text())
     vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
-    writer = gguf.GGUFWriter(target, "qwen2")
+    writer = gguf.GGUFWriter(target, "llama")
     writer.add_name(source.parent.name)
     writer.add_block_count(shape["num_hidden_layers"])
     writer.add_context_length(shape["max_position_embeddings"])
@@ -48,6 +48,7 @@ def random_gguf(source: Path, target: Path) -> None:
     writer.add_feed_forward_length(shape["intermediate_size"])
     writer.add_head_count(shape["num_attention_heads"])
     writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_rope_dimension_count(shape["head_dim"])
     writer.add_rope_freq_base(shape["rope_theta"])
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
@@ -65,10 +66,26 @@ def random_gguf(source: Path, target: Path) -> None:
             if tensor.ndim == 1:
                 writer.add_tensor(gguf_name(name), tensor.float().numpy())
             else:
+                if heads := _rotated(name, shape):
+                    tensor = permute(tensor, heads)
                 bits = tensor.contiguous().view(torch.uint16).numpy().view(np.uint8)
                 kind = gguf.GGMLQuantizationType.BF16
                 writer.add_tensor(gguf_name(name), bits.reshape(tensor.shape[0], -1), raw_dtype=kind)
     _write(writer)
+
+
+def permute(weight: Any, num_heads: int) -> Any:
+    """llama.cpp's order of the rows of Q and K: rotary pairs beside each other. Any tensor `[num_heads * d, in]`."""
+    rows, inputs = weight.shape
+    return weight.reshape(num_heads, 2, rows // num_heads // 2, inputs).swapaxes(1, 2).reshape(rows, inputs)
+
+
+def _rotated(name: str, shape: dict[str, Any]) -> int:
+    """Heads of a tensor that is rotated, else 0."""
+    for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if part in name:
+            return int(shape[key])
+    return 0
 
 
 def same_in_bf16(source: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
 """Weights that every contestant can read: one model, as a Baton folder, as GGUF files, and as vLLM's int8 checkpoint.
 
-Made once in the cache. Two models: the default model, and random weights in the shape of Qwen2.5-0.5B, which say
-nothing about quality but are of the size that speed is usually told for.
+Made once in the cache. Two models: the default model, and random weights in the shape of Qwen2.5-0.5B (as a Llama,
+without biases), which say nothing about quality but are of a size that speed is often told for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RANDOM, DEFAULT = "qwen2.5-0.5b-random", "smollm2-135m-instruct"
 MODELS = (RANDOM, DEFAULT)
 SEED = 20261129
 SHAPE: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_act": "silu",
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -38,11 +38,13 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 151936,
     "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": 64,
     "initializer_range": 0.02,
 }
 SPREAD = 0.02
-GGUF_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": {RANDOM: "Q4_0", DEFAULT: "Q4_1"}}
+GGUF_TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 _DONE = "complete"
 
 Say = Callable[[str], None]
@@ -138,8 +140,7 @@ class Weights:
 
 def gguf_type(model: str, quant: str) -> str:
     """llama.cpp's name of what is compared with Baton's `quant`."""
-    found = GGUF_TYPES[quant]
-    return found if isinstance(found, str) else found.get(model, "Q4_0")
+    return "Q4_1" if (model, quant) == (DEFAULT, "int4") else GGUF_TYPES[quant]
 
 
 def random_folder(target: Path, shape: dict[str, Any]) -> None:
@@ -160,7 +161,6 @@ def random_folder(target: Path, shape: dict[str, Any]) -> None:
         at = f"model.layers.{layer}"
         for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
             weights[f"{at}.self_attn.{name}_proj.weight"] = normal(rows, hidden)
-            weights[f"{at}.self_attn.{name}_proj.bias"] = normal(rows)
         weights[f"{at}.self_attn.o_proj.weight"] = normal(hidden, hidden)
         weights[f"{at}.mlp.gate_proj.weight"] = normal(inner, hidden)
         weights[f"{at}.mlp.up_proj.weight"] = normal(inner, hidden)

@@ -1,0 +1,89 @@
+"""The closed loop over HTTP: the same requests to any server that streams OpenAI completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from loadtest.closed_loop import Arrivals, Job, LoopResult
+from shared.contracts.errors import Unavailable
+
+REQUEST_LIMIT_S = 600.0
+
+
+def run_http(
+    url: str, jobs: Sequence[Job], concurrency: int, model: str, more: Mapping[str, Any], key: str = ""
+) -> LoopResult:
+    """Run all jobs, `concurrency` at once, each streamed.
+
+    Args:
+        more: fields that only this server knows, such as `ignore_eos`.
+
+    Raises:
+        Unavailable: the server refused or failed.
+        ValueError: an answer had another number of tokens than asked.
+    """
+    return asyncio.run(_run(url, jobs, concurrency, {"model": model, **more}, key))
+
+
+async def _run(url: str, jobs: Sequence[Job], concurrency: int, common: Mapping[str, Any], key: str) -> LoopResult:
+    limits = httpx.Limits(max_connections=None)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    waiting = iter(enumerate(jobs))
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=REQUEST_LIMIT_S, limits=limits) as client:
+        arrivals = Arrivals(jobs, concurrency, time.perf_counter())
+
+        async def one_after_another() -> None:
+            for number, job in waiting:
+                await _stream(client, number, job, common, arrivals)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, len(jobs))):
+                    group.create_task(one_after_another())
+        except* httpx.HTTPError as failed:
+            raise Unavailable(f"{url}: {failed.exceptions[0]!r}") from failed
+        except* (Unavailable, ValueError) as failed:
+            raise failed.exceptions[0] from None
+        return arrivals.close(time.perf_counter())
+
+
+async def _stream(
+    client: httpx.AsyncClient, number: int, job: Job, common: Mapping[str, Any], arrivals: Arrivals
+) -> None:
+    body = {"prompt": list(job.prompt), "max_tokens": job.max_tokens, "temperature": 0, "stream": True}
+    body |= {"stream_options": {"include_usage": True}} | dict(common)
+    arrivals.submitted(number, time.perf_counter())
+    pieces, total = 0, None
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            said = (await response.aread()).decode(errors="replace")[:300]
+            raise Unavailable(f"{response.request.url}: HTTP {response.status_code}: {said}")
+        async for line in response.aiter_lines():
+            text, told = read_event(line)
+            if text and pieces < job.max_tokens:
+                pieces += 1
+                arrivals.came(number, 1, time.perf_counter())
+            total = told if told is not None else total
+    if total is None:
+        raise Unavailable(f"{client.base_url}: an answer ended without its usage")
+    # a token without text of its own, such as half a character, came with the next one's
+    if pieces < total:
+        arrivals.came(number, total - pieces, time.perf_counter())
+    arrivals.ended(number)
+
+
+def read_event(line: str) -> tuple[str, int | None]:
+    """The text of a line of the stream, and the output tokens where it tells them. Raises Unavailable for an error."""
+    if not line.startswith("data: ") or line == "data: [DONE]":
+        return "", None
+    event = json.loads(line.removeprefix("data: "))
+    if "error" in event:
+        raise Unavailable(str(event["error"])[:300])
+    choices, usage = event.get("choices") or [{}], event.get("usage") or {}
+    return choices[0].get("text") or "", usage.get("completion_tokens")
