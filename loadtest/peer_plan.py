@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from loadtest.closed_loop import Job, even_jobs, make_jobs
-from loadtest.peer_weights import MODELS, RANDOM
+from loadtest.peer_weights import DEFAULT, MODELS, RANDOM
 
 QUANTS = ("bf16", "int8", "int4")
 REQUESTS = {1: 3, 8: 12, 32: 32}
@@ -26,7 +26,7 @@ RUNS: dict[tuple[str, str], tuple[str, ...]] = {
     ("int4", "http"): (BATON, LLAMA),
 }
 """Who has it: llama.cpp's engine has no closed loop but its server's; the prompts of vLLM and Baton in int4 would not
-be computed alike."""
+be computed alike. The default model is compared with llama.cpp's server, which reads the same file."""
 TRANSFORMERS_WIDTHS = (1, 8)
 
 
@@ -52,8 +52,10 @@ class Cell:
 
     def contestants(self) -> tuple[str, ...]:
         """Who runs it."""
-        names = RUNS[self.quant, self.way]
-        return tuple(name for name in names if name != TRANSFORMERS or self.width in TRANSFORMERS_WIDTHS)
+        left_out = {VLLM} if self.model == DEFAULT else set[str]()
+        if self.width not in TRANSFORMERS_WIDTHS:
+            left_out.add(TRANSFORMERS)
+        return tuple(name for name in RUNS[self.quant, self.way] if name not in left_out)
 
     def jobs(self, vocab_size: int, seed: int, number: int, requests: int = 0) -> list[Job]:
         """The same for all contestants of a round, and of one size in all rounds; no two rounds share a prompt."""

@@ -12,7 +12,7 @@ import torch
 
 from kernels.native.cpu import VARIABLE
 from loadtest import bench
-from loadtest.engine import CELLS, figures, text_of
+from loadtest.engine import CELLS, LONGEST, cells_of, contestants, figures, text_of
 from loadtest.machine import IDLE_CORES
 from loadtest.samples import SAMPLE_S, Sample, Series, collect
 from tests.native import require_native
@@ -93,7 +93,7 @@ def test_shares_are_of_the_same_rows() -> None:
 
 def report(found: dict[str, Series]) -> dict[str, object]:
     machine = {"cpu": "x", "date": "today"}
-    head = {"model": "m", "dtype": "bfloat16", "threads": 2, "weight_bytes": 10**9, "machine": machine}
+    head = {"model": "m", "dtype": "bfloat16", "quant": "none", "threads": 2, "weight_bytes": 10**9, "machine": machine}
     return head | {"figures": figures(found)}
 
 
@@ -113,6 +113,29 @@ def test_without_native_kernels_torch_stands_alone() -> None:
     assert "GB/s" not in text
 
 
+def test_cells_that_a_context_cannot_hold_are_left_out() -> None:
+    assert [cell.tokens for cell in cells_of(8192, 4096)][-3:] == [0, 512, 2048]
+    assert cells_of(8192, 8192) == list(CELLS)
+    assert cells_of(2048, 128) == []
+
+
+def test_integers_are_the_native_kernels_alone() -> None:
+    assert contestants(None, "none") == ("torch", "native")
+    assert contestants("native", "none") == contestants(None, "int8") == ("native",)
+    assert contestants("torch", "int4") == ()
+
+
+def test_integer_weights_by_themselves(tmp_path: Path) -> None:
+    require_native()
+    folder, out = make_tiny_model(tmp_path / "tiny", num_hidden_layers=1), tmp_path / "o"
+    argv = ["engine", "--model", str(folder), "--quant", "int8", "--longest", "256", "--threads", "1", "--seconds", "0"]
+    assert bench.main([*argv, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert (found["quant"], list(found["numerics"])) == ("int8", ["native"])
+    assert {row["torch"] for row in found["figures"]} == {None}
+    assert all(row["native"] > 0 for row in found["figures"])
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_a_run_on_a_tiny_model(
     tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -125,7 +148,8 @@ def test_a_run_on_a_tiny_model(
     argv = ["engine", "--model", str(folder), "--dtype", "float32", "--threads", "1", "--seconds", "0"]
     assert bench.main([*argv, "--json", str(out)]) == 0
     found = json.loads(out.read_text())
-    assert [row["cell"] for row in found["figures"]] == [cell.name for cell in CELLS]
+    assert [row["cell"] for row in found["figures"]] == [cell.name for cell in CELLS if cell.tokens <= LONGEST]
+    assert found["copy_gb_s"] > 0
     for row in found["figures"]:
         assert row["torch"] > 0
         assert (row["native"] is not None) == (row["share"] is not None) == native
