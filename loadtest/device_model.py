@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ class Case:
         return StepPlan(
             self.step,
             tuple(
-                ScheduledSequence(f"s{i}", start, (token,), (table,), 1, replace(sampling, seed=i))
+                ScheduledSequence(f"s{i}", start, (token,), (table,), 1, sampling)
                 for i, table in enumerate(self.tables)
             ),
         )

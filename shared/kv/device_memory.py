@@ -84,6 +84,7 @@ def allocate(size: int, device: torch.device) -> DeviceMemory:
         _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
     memory = DeviceMemory(pointer.value, size, device, mapped=False)
     memory.tensor().zero_()
+    torch.cuda.synchronize(device)  # streams that use it wait for no other
     return memory
 
 
@@ -100,7 +101,7 @@ def map_peer(handle: bytes, size: int, device: torch.device) -> DeviceMemory:
             _call(
                 "cuIpcOpenMemHandle_v2",
                 ctypes.byref(pointer),
-                _IpcHandle(handle),
+                _IpcHandle.from_buffer_copy(handle),
                 ctypes.c_uint(_LAZY_PEER_ACCESS),
             )
         except Internal as exc:
