@@ -1,0 +1,121 @@
+"""Device functions of the linear kernels: the one order in which every product is summed.
+
+A row of x and a row of the weight meet in pieces of BLOCK_K input features, summed from the first to the last of a
+split, and splits are added in order. The size of a split depends on the weight's shape alone (`split_features`), so a
+row's bits do not depend on how many rows there are nor on which launch shape serves them. The weight is the left
+operand: its rows fill a tensor core whatever the number of rows of x.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK_N = 64
+"""Weight rows of a tile for few rows of x; splits are sized for it."""
+_PROGRAMS = 264
+"""Two for each multiprocessor of the largest chip we know. A constant, so that all chips cut alike."""
+_MIN_SPLIT = 512
+
+
+def split_features(in_features: int, out_features: int) -> int:
+    """Input features of a split, a multiple of 128: small where few weight rows would leave a chip idle."""
+    splits = max(_PROGRAMS // -(-out_features // BLOCK_N), 1)
+    size = max(-(-in_features // splits), min(_MIN_SPLIT, in_features))
+    return -(-size // 128) * 128
+
+
+@triton.jit
+def split_sum(
+    x_ptr,  # [num_rows, in_features], rows contiguous
+    w_ptr,  # see DeviceWeight.data
+    scale_ptr,  # [groups, out_features], with GROUP
+    zero_ptr,  # [groups, out_features], with HAS_ZERO
+    o_x,  # [BLOCK_M] int64, where the rows of x begin
+    m_x,  # [BLOCK_M]
+    o_n,  # [BLOCK_N] int64, rows of the weight
+    m_n,  # [BLOCK_N]
+    first,  # input features [first, last)
+    last,
+    in_features,
+    out_features,
+    GROUP: tl.constexpr,  # of int4; 0 = data is [out, in]
+    HAS_ZERO: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One split of w x^T: [BLOCK_N, BLOCK_M]."""
+    b_acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
+    if GROUP == 0:
+        o_k = tl.arange(0, BLOCK_K)
+        p_w = w_ptr + o_n[:, None] * in_features + o_k[None, :]
+        p_x = x_ptr + o_x[None, :] + o_k[:, None]
+        for k in range(first, last, BLOCK_K):
+            m_k = o_k < last - k
+            b_w = tl.load(p_w + k, mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BLOCK_N, BLOCK_K]
+            b_x = tl.load(p_x + k, mask=m_k[:, None] & m_x[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
+            b_acc = _add_product(b_acc, b_w, b_x, ACC)
+    else:
+        HALF: tl.constexpr = GROUP // 2
+        o_h = tl.arange(0, HALF)
+        p_w = w_ptr + o_n[:, None] * HALF + o_h[None, :]
+        p_x = x_ptr + o_x[None, :] + o_h[:, None]
+        for i_g in range(first // GROUP, last // GROUP):
+            # int64: a matrix may hold more than 2**31 values
+            o_g = (i_g + tl.zeros([], tl.int64)) * out_features
+            b_q = tl.load(p_w + o_g * HALF, mask=m_n[:, None], other=0)  # [BLOCK_N, HALF]
+            b_low = tl.load(p_x + i_g * GROUP, mask=m_x[None, :], other=0.0)  # [HALF, BLOCK_M]
+            b_high = tl.load(p_x + i_g * GROUP + HALF, mask=m_x[None, :], other=0.0)  # [HALF, BLOCK_M]
+            o_s = o_g + o_n
+            b_scale = tl.load(scale_ptr + o_s, mask=m_n, other=0).to(tl.float32)
+            if HAS_ZERO:
+                b_zero = tl.load(zero_ptr + o_s, mask=m_n, other=0).to(tl.float32)
+            else:
+                b_zero = tl.full([BLOCK_N], 8.0, tl.float32)
+            b_part = tl.dot(_steps(b_q & 15, b_zero).to(b_low.dtype), b_low, input_precision="ieee")
+            b_part = tl.dot(_steps(b_q >> 4, b_zero).to(b_low.dtype), b_high, b_part, input_precision="ieee")
+            b_acc += b_part * b_scale[:, None]
+    return b_acc
+
+
+@triton.jit
+def _add_product(b_acc, b_w, b_x, ACC: tl.constexpr):
+    if b_w.dtype == tl.int8 and b_x.dtype != tl.int8:
+        # exact, and cheaper than a conversion of integers: the float whose last bits are the value
+        b_bits = ((b_w.to(tl.int32) + 128) | 0x4B000000).to(tl.float32, bitcast=True)
+        b_sum = tl.dot((b_bits - 8388736.0).to(b_x.dtype), b_x, b_acc, input_precision="ieee")
+    elif b_w.dtype == tl.float8e4nv:
+        # tensor cores add float8 products in few bits: each piece is added up outside
+        b_sum = b_acc + tl.dot(b_w, b_x, out_dtype=tl.float32)
+    else:
+        b_sum = tl.dot(b_w, b_x, b_acc, input_precision="ieee", out_dtype=ACC)
+    return b_sum
+
+
+@triton.jit
+def _steps(b_q, b_zero):
+    """q - zero as float32, q in 0..15 in bytes."""
+    b_bits = (b_q.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    return b_bits - 8388608.0 - b_zero[:, None]
+
+
+@triton.jit
+def finished(
+    b_sum,  # [rows, columns] float32 or int32
+    row_scale_ptr, column_scale_ptr, bias_ptr,
+    o_m, m_m, o_n, m_n,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_COLUMN_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Sums with scales and bias: [rows, columns] float32."""
+    b_y = b_sum.to(tl.float32)
+    if HAS_ROW_SCALE:
+        b_y *= tl.load(row_scale_ptr + o_m, mask=m_m, other=0.0)[:, None]
+    if HAS_COLUMN_SCALE:
+        b_y *= tl.load(column_scale_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    return b_y

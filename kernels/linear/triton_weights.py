@@ -1,0 +1,240 @@
+"""Weight matrices in the forms the Triton linear kernels read, and how checkpoints' forms become them.
+
+Knows layouts; launches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.arguments import FLOATS, KernelArgumentError, check_contiguous, check_dtype, check_range, check_shape
+
+Kind = Literal["plain", "int8", "int4", "w8a8", "fp8"]
+GROUPS = (32, 64, 128)
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AWQ's nibble i of a word holds the word's column `_AWQ_ORDER[i]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeight:
+    """A matrix [out_features, in_features] on the device.
+
+    - plain: `data` [out, in], the dtype of x.
+    - int8: `data` [out, in] int8, `scales` [out]; x stays as it is.
+    - int4: `data` [groups, out, group / 2] uint8; byte j of a row holds feature j of its group in the low nibble and
+      feature j + group / 2 in the high one. A value is (q - zero) * scale; `scales`, `zeros` [groups, out], no zeros
+      means 8.
+    - w8a8, fp8: `data` [out, in] int8 or float8_e4m3fn, `scales` [out]; rows of x are quantized on the way in.
+    """
+
+    kind: Kind
+    data: Tensor
+    in_features: int
+    out_features: int
+    group: int = 0  # of int4
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    permutation: Tensor | None = None  # [in] int64: feature i of `data` is feature permutation[i] of x
+    bias: Tensor | None = None  # [out]
+
+
+def plain(weight: Tensor, bias: Tensor | None = None) -> DeviceWeight:
+    """`weight`, [out, in] bfloat16, float16 or float32, as it is.
+
+    Raises:
+        KernelArgumentError: another shape or dtype; so for all functions here.
+    """
+    check_shape("weight", weight, None, None)
+    check_dtype("weight", weight, *FLOATS)
+    weight = weight.contiguous()
+    return DeviceWeight("plain", weight, weight.shape[1], weight.shape[0], bias=_checked_bias(bias, weight))
+
+
+def int8_channels(weight: Tensor, kind: Literal["int8", "w8a8"] = "int8", bias: Tensor | None = None) -> DeviceWeight:
+    """Round each row of `weight` to int8 with its own scale, largest magnitude / 127."""
+    check_shape("weight", weight, None, None)
+    scales = _row_scales(weight, INT8_MAX)
+    data = (weight.float() / scales[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    out_features, in_features = weight.shape
+    return DeviceWeight(
+        kind, data.contiguous(), in_features, out_features, scales=scales, bias=_checked_bias(bias, weight)
+    )
+
+
+def fp8_channels(weight: Tensor, bias: Tensor | None = None) -> DeviceWeight:
+    """Round each row of `weight` to float8 e4m3 with its own scale, largest magnitude / 448."""
+    check_shape("weight", weight, None, None)
+    scales = _row_scales(weight, FP8_MAX)
+    data = (weight.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    out_features, in_features = weight.shape
+    return DeviceWeight(
+        "fp8", data.contiguous(), in_features, out_features, scales=scales, bias=_checked_bias(bias, weight)
+    )
+
+
+def int4_groups(weight: Tensor, group: int, bias: Tensor | None = None) -> DeviceWeight:
+    """Round groups of `weight`'s input features to 16 steps between their smallest and largest value."""
+    check_shape("weight", weight, None, None)
+    out_features, in_features = weight.shape
+    _check_group(group, in_features)
+    values = weight.float().view(out_features, -1, group)
+    low, high = values.amin(-1), values.amax(-1)
+    # zero stays representable
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
+    zeros = (-low / scales).round().clamp(0, 15)
+    q = (values / scales[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
+    return from_int4(q.view(out_features, in_features), scales, zeros, group, bias=bias)
+
+
+def from_int4(
+    q: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    permutation: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> DeviceWeight:
+    """Pack values already quantized: (q - zero) * scale.
+
+    Args:
+        q: [out, in] uint8, 0 to 15.
+        scales, zeros: [out, in / group] floats; no zeros means 8 everywhere.
+        permutation: [in] int64, where q's features are permuted.
+    """
+    check_shape("q", q, None, None)
+    check_dtype("q", q, torch.uint8)
+    out_features, in_features = q.shape
+    _check_group(group, in_features)
+    check_shape("scales", scales, out_features, in_features // group)
+    check_dtype("scales", scales, *FLOATS)
+    if zeros is not None:
+        check_shape("zeros", zeros, *scales.shape)
+        check_dtype("zeros", zeros, *FLOATS)
+    if permutation is not None:
+        check_shape("permutation", permutation, in_features)
+        check_dtype("permutation", permutation, torch.int64)
+    low, high = q.view(out_features, -1, 2, group // 2).unbind(2)
+    packed = (low | (high << 4)).transpose(0, 1).contiguous()  # [groups, out, group / 2]
+    return DeviceWeight(
+        "int4",
+        packed,
+        in_features,
+        out_features,
+        group,
+        scales.T.contiguous(),
+        None if zeros is None else zeros.T.contiguous(),
+        permutation,
+        _checked_bias(bias, q),
+    )
+
+
+def from_minimum(q: Tensor, scales: Tensor, minimums: Tensor, group: int, bias: Tensor | None = None) -> DeviceWeight:
+    """Pack values q * scale + minimum (GGUF's Q4_1). A scale of 0 stands for a group that is its minimum everywhere."""
+    check_shape("minimums", minimums, *scales.shape)
+    flat = scales == 0
+    steps = torch.where(flat, 1.0, scales.float())
+    groups = torch.where(flat, 0, 1).to(torch.uint8).repeat_interleave(group, dim=1)
+    return from_int4(q * groups, steps, -minimums.float() / steps, group, bias=bias)
+
+
+def from_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, group: int, bias: Tensor | None = None
+) -> DeviceWeight:
+    """GPTQ's 4-bit checkpoint form (version 1: zeros are stored less one).
+
+    Args:
+        qweight: [in / 8, out] int32, eight input features a word, lowest bits first.
+        qzeros: [in / group, out / 8] int32.
+        scales: [in / group, out].
+        g_idx: [in], the group of each input feature, where they were quantized in another order.
+    """
+    check_shape("qweight", qweight, None, None)
+    in_features, out_features = qweight.shape[0] * 8, qweight.shape[1]
+    _check_words(qzeros, scales, in_features, out_features, group)
+    q = _nibbles(qweight).transpose(1, 2).reshape(in_features, out_features)
+    zeros = _nibbles(qzeros).reshape(-1, out_features) + 1
+    permutation = None
+    if g_idx is not None:
+        check_shape("g_idx", g_idx, in_features)
+        permutation = torch.argsort(g_idx, stable=True)
+        expected = torch.arange(in_features, device=g_idx.device) // group
+        if not torch.equal(g_idx[permutation].long(), expected):
+            raise KernelArgumentError(f"g_idx has groups of other sizes than {group}, expected {in_features // group}")
+        if torch.equal(permutation, torch.arange(in_features, device=g_idx.device)):
+            permutation = None
+        else:
+            q = q[permutation]
+    q = q.to(torch.uint8).T.contiguous()
+    return from_int4(q, scales.T, zeros.to(scales.dtype).T, group, permutation, bias)
+
+
+def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> DeviceWeight:
+    """AWQ's 4-bit checkpoint form.
+
+    Args:
+        qweight: [in, out / 8] int32, eight output features a word in AWQ's order.
+        qzeros: [in / group, out / 8] int32, the same.
+        scales: [in / group, out].
+    """
+    check_shape("qweight", qweight, None, None)
+    in_features, out_features = qweight.shape[0], qweight.shape[1] * 8
+    _check_words(qzeros, scales, in_features, out_features, group)
+    columns = torch.tensor(_AWQ_ORDER).argsort().to(qweight.device)
+    q = _nibbles(qweight)[..., columns].reshape(in_features, out_features).to(torch.uint8).T.contiguous()
+    zeros = _nibbles(qzeros)[..., columns].reshape(-1, out_features)
+    return from_int4(q, scales.T, zeros.to(scales.dtype).T, group, bias=bias)
+
+
+def dequantized(weight: DeviceWeight) -> Tensor:
+    """The matrix a weight stands for: [out, in] float64, in x's order of features."""
+    if weight.kind != "int4":
+        values = weight.data.double()
+        return values if weight.scales is None else values * weight.scales.double()[:, None]
+    assert weight.scales is not None
+    q = torch.cat((weight.data & 15, weight.data >> 4), dim=-1).double()  # [groups, out, group]
+    zeros = 8.0 if weight.zeros is None else weight.zeros.double()[..., None]
+    values = ((q - zeros) * weight.scales.double()[..., None]).transpose(0, 1).reshape(weight.out_features, -1)
+    if weight.permutation is None:
+        return values
+    ordered = torch.empty_like(values)
+    ordered[:, weight.permutation] = values
+    return ordered
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """[..., n] int32 → [..., n, 8], lowest bits first."""
+    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
+    return (words[..., None] >> shifts) & 15
+
+
+def _row_scales(weight: Tensor, largest: float) -> Tensor:
+    top = weight.float().abs().amax(1) / largest
+    return torch.where(top > 0, top, 1.0)
+
+
+def _check_group(group: int, in_features: int) -> None:
+    check_range("group", group, GROUPS)
+    if in_features % group:
+        raise KernelArgumentError(f"weight has {in_features} input features, expected a multiple of the group {group}")
+
+
+def _check_words(qzeros: Tensor, scales: Tensor, in_features: int, out_features: int, group: int) -> None:
+    _check_group(group, in_features)
+    check_shape("qzeros", qzeros, in_features // group, out_features // 8)
+    check_dtype("qzeros", qzeros, torch.int32)
+    check_shape("scales", scales, in_features // group, out_features)
+
+
+def _checked_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    if bias is not None:
+        check_shape("bias", bias, weight.shape[0])
+        check_dtype("bias", bias, *FLOATS)
+        check_contiguous("bias", bias)
+    return bias
