@@ -21,9 +21,9 @@ from kernels.arguments import (
     check_shape,
 )
 from kernels.attention import triton_kernel
-from kernels.attention.reference import SPLIT
-from kernels.attention.triton_plan import NARROW, WIDE, Work, plan_work, tile_heads
-from kernels.attention.triton_tuning import HEAD_DIMS, join_shape, padded, programs, stages, warps, wide_rows
+from kernels.attention.reference import KEY_TILE, SPLIT
+from kernels.attention.triton_plan import NARROW, Work, plan_work, tile_heads
+from kernels.attention.triton_tuning import HEAD_DIMS, join_shape, padded, programs, shape, stages
 
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 _LOG2_E = math.log2(math.e)
@@ -36,7 +36,7 @@ class Items:
 
     rows: int
     split: bool
-    items: Tensor  # [capacity, 4] int32
+    items: Tensor  # [capacity, 5] int32, see `attend_kernel`
     count: Tensor  # [1] int32
     grid: int
 
@@ -50,6 +50,7 @@ class TritonPlan:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
+    quantized: bool
     window: int
     positions: Tensor  # [num_tokens] int32
     partials: Tensor  # [num_tokens] int32
@@ -71,8 +72,12 @@ def plan_attention(
     head_dim: int,
     device: torch.device,
     window: int = 0,
+    quantized: bool = False,
 ) -> TritonPlan:
     """Lower a step's ragged batch on the host, with one copy to the device. Arguments: see `plan_work`.
+
+    Args:
+        quantized: the pool is int8 or e4m3.
 
     Raises:
         KernelArgumentError: an argument is inconsistent or of a size the kernels do not have.
@@ -88,7 +93,7 @@ def plan_attention(
             num_kv_heads,
             window=window,
             programs=programs(device),
-            wide=wide_rows(head_dim),
+            wide=shape(head_dim, quantized, device).wide_rows,
         )
     except ValueError as exc:
         raise KernelArgumentError(str(exc)) from exc
@@ -102,7 +107,7 @@ def plan_attention(
         for i, (launch, items) in enumerate(zip(work.launches, parts[6:], strict=True))
     )
     return TritonPlan(
-        work.num_tokens, block_size, num_q_heads, num_kv_heads, head_dim, window,
+        work.num_tokens, block_size, num_q_heads, num_kv_heads, head_dim, quantized, window,
         positions, partials, rows, tables, joined, launches, work.num_partials, _blocks(work),
     )  # fmt: skip
 
@@ -119,6 +124,7 @@ def plan_on_device(
     num_kv_heads: int,
     head_dim: int,
     window: int = 0,
+    quantized: bool = False,
 ) -> TritonPlan:
     """Lower a step whose lengths only the device knows: no value is looked at on the host, so a graph may hold it.
 
@@ -128,6 +134,7 @@ def plan_on_device(
         block_tables: [num_seqs, any] int32.
         num_rows: rows of `q`; those past the last sequence's are padding.
         max_queries: no sequence has more query rows.
+        quantized: the pool is int8 or e4m3.
         max_len: no sequence is longer; partial results take (rows * max_len / 512) * num_q_heads * head_dim floats.
 
     Raises:
@@ -147,27 +154,30 @@ def plan_on_device(
             f"block_tables has shape {list(block_tables.shape)}, too few blocks of {block_size} for max_len {max_len}"
         )
     heads, head_tiles = tile_heads(num_q_heads // num_kv_heads)
-    slots, device, wide = num_kv_heads * head_tiles, seq_lens.device, wide_rows(head_dim)
-    narrow_tokens, wide_tokens = NARROW // heads, wide // heads
-    narrow_rows = min(num_rows, num_seqs * min(max_queries, narrow_tokens))
+    slots, device = num_kv_heads * head_tiles, seq_lens.device
+    wide = shape(head_dim, quantized, device).wide_rows
+    narrow_tokens, wide_tokens = NARROW // heads, (wide or NARROW) // heads
+    narrow_most = min(max_queries, narrow_tokens) if wide else max_queries
     max_splits = -(-max_len // SPLIT)
-    num_wide = num_rows // wide_tokens + num_seqs if max_queries > narrow_tokens else 0
+    num_narrow = (min(num_rows, num_seqs * narrow_most) // narrow_tokens + num_seqs) * max_splits
+    num_wide = num_rows // wide_tokens + num_seqs if max_queries > narrow_most else 0
+    num_partials = min(num_rows, num_seqs * narrow_most) * max_splits
     positions, partials, rows = torch.empty(3, num_rows, dtype=torch.int32, device=device)
-    narrow_items = torch.empty(max(num_seqs * max_splits, 1), 4, dtype=torch.int32, device=device)
-    wide_items = torch.empty(max(num_wide, 1), 4, dtype=torch.int32, device=device)
+    narrow_items = torch.empty(max(num_narrow, 1), 5, dtype=torch.int32, device=device)
+    wide_items = torch.empty(max(num_wide, 1), 5, dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
     triton_kernel.plan_kernel[(num_seqs,)](
         cu_seqlens_q, seq_lens, positions, partials, rows, narrow_items, wide_items, counts,
-        num_seqs, num_rows, narrow_tokens, wide_tokens, window,
+        num_seqs, num_rows, narrow_most, narrow_tokens, wide_tokens, heads.bit_length() - 1, window,
         WINDOWED=window > 0, BLOCK=_PLAN_BLOCK, num_warps=4,
     )  # fmt: skip
     most = programs(device)
-    launches = [Items(NARROW, True, narrow_items, counts[:1], min(most, num_seqs * max_splits * slots))]
+    launches = [Items(NARROW, True, narrow_items, counts[:1], min(most, num_narrow * slots))]
     if num_wide:
         launches.append(Items(wide, False, wide_items, counts[1:], min(most, num_wide * slots)))
     return TritonPlan(
-        num_rows, block_size, num_q_heads, num_kv_heads, head_dim, window,
-        positions, partials, rows, block_tables, rows, tuple(launches), narrow_rows * max_splits, None,
+        num_rows, block_size, num_q_heads, num_kv_heads, head_dim, quantized, window,
+        positions, partials, rows, block_tables, rows, tuple(launches), num_partials, None,
     )  # fmt: skip
 
 
@@ -205,7 +215,7 @@ def attend(
     group, cap_scale, score_scale = num_q_heads // plan.num_kv_heads, 0.0, scale * _LOG2_E
     if soft_cap > 0:
         cap_scale, score_scale = 2 * score_scale / soft_cap, soft_cap * _LOG2_E
-    heads, head_tiles = tile_heads(group)
+    _, head_tiles = tile_heads(group)
     part_o = part_ml = out
     if plan.num_partials:
         part_o = torch.empty(plan.num_partials, num_q_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -213,17 +223,20 @@ def attend(
     scales = kv_scales if kv_scales is not None else part_ml
     some_sinks = sinks if sinks is not None else part_ml
     scale_strides = kv_scales.stride() if kv_scales is not None else (0, 0, 0, 1)
+    tuned = shape(head_dim, plan.quantized, q.device)
     for launch in plan.launches:
+        warps = tuned.split_warps if launch.split else tuned.wide_warps
         triton_kernel.attend_kernel[(launch.grid,)](
             q, pool, scales, out, part_o, part_ml, some_sinks,
             plan.positions, plan.partials, plan.rows, launch.items, launch.count, plan.tables,
             q.stride(0), q.stride(1), pool.stride(0), pool.stride(1), pool.stride(2), *scale_strides[:3],
             plan.tables.stride(0), plan.num_partials,
-            group, heads, head_tiles, plan.num_kv_heads, plan.block_size.bit_length() - 1, plan.window,
+            group, head_tiles, plan.num_kv_heads, plan.block_size.bit_length() - 1, plan.window,
             score_scale, cap_scale,
             HEAD_DIM=head_dim, HEAD_PADDED=padded(head_dim), ROWS=launch.rows, SPLIT=launch.split,
             QUANTIZED=kv_scales is not None, WINDOWED=plan.window > 0, CAPPED=soft_cap > 0, SINKS=sinks is not None,
-            num_warps=warps(head_dim, launch.rows), num_stages=stages(head_dim, launch.rows, q.element_size(), q.device),
+            SMALL_BLOCKS=plan.block_size < KEY_TILE,
+            num_warps=warps, num_stages=stages(head_dim, launch.rows, q.element_size(), q.device),
         )  # fmt: skip
     if plan.num_partials:
         heads, ahead = join_shape(num_q_heads, q.device)
@@ -286,6 +299,8 @@ def _check(
     if plan.blocks is not None and not 0 <= plan.blocks[0] <= plan.blocks[1] + 1 <= pool.shape[0]:
         low, high = plan.blocks
         raise KernelArgumentError(f"block_tables name blocks {low} to {high}, outside pool of shape {list(pool.shape)}")
+    if plan.quantized != (pool.dtype in QUANTIZED):
+        raise KernelArgumentError(f"pool is {pool.dtype}, the plan is of a quantized pool: {plan.quantized}")
     if (kv_scales is not None) != (pool.dtype in QUANTIZED):
         raise KernelArgumentError(f"kv_scales go with a pool of int8 or e4m3 and no other; pool is {pool.dtype}")
     if kv_scales is not None:
@@ -304,4 +319,4 @@ def _check(
         raise KernelArgumentError("pool is e4m3, which this GPU cannot convert; int8 works on it")
 
 
-__all__ = ["SPLIT", "WIDE", "TritonPlan", "attend", "plan_attention", "plan_on_device"]
+__all__ = ["SPLIT", "TritonPlan", "attend", "plan_attention", "plan_on_device"]

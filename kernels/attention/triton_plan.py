@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kernels.attention.reference import KEY_TILE, SPLIT
+from kernels.attention.reference import SPLIT
 
 Ints = npt.NDArray[np.int32]
 
 NARROW, WIDE = 64, 128
 """Query rows of a work item: tokens times the query heads of one KV head."""
-_MOST_PARTIALS = 1 << 24
-"""Floats of partial results per head_dim element that splitting rows of prefill may cost: 64 MiB for head_dim 1."""
+_MOST_PARTIAL_ROWS = 1 << 17
+"""Partial results, of head_dim floats each, that splitting prefill of few items may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Launch:
 
     rows: int  # NARROW or WIDE
     split: bool  # every item is one split
-    items: Ints  # [num_items, 4] first in `Work.rows`, tokens, sequence, split
+    items: Ints  # [num_items, 5] first in `Work.rows`, tokens, sequence, split or -1, log2 of places for heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Work:
 
 
 def tile_heads(group_size: int) -> tuple[int, int]:
-    """Query heads of a KV head that share an item, and how many items its heads need."""
-    heads = min(group_size, NARROW)
+    """Places for query heads of a KV head in an item, a power of two, and how many items its heads need."""
+    heads = min(1 << (group_size - 1).bit_length(), NARROW)
     return heads, -(-group_size // heads)
 
 
@@ -74,7 +74,7 @@ def plan_work(
             window of every row are not read.
         window: sliding window in tokens, 0 = full attention.
         programs: how many items the device computes at a time.
-        wide: rows of an item of prefill, NARROW or WIDE.
+        wide: rows of an item of prefill, NARROW or WIDE; 0: prefill goes by splits as well.
 
     Raises:
         ValueError: an argument is inconsistent; the message names it.
@@ -99,29 +99,28 @@ def plan_work(
     shared, shared_rows, covered = _share(
         narrow, cu, queries, lens, tables, first_split, block_size, tokens, num_tokens
     )
-    tiles = -(-lens // KEY_TILE) - oldest // KEY_TILE
-    split_narrow = len(shared) > 0 or _uneven(tiles[narrow], slots, programs)
-    wide_items = _wide_items(broad, cu, queries, wide // heads)
+    wide_items = _wide_items(broad, cu, queries, (wide or NARROW) // heads)
     splits = end_split - first_split
     cost = int((queries[broad] * splits[broad]).sum()) * num_q_heads
-    split_broad = len(wide_items) * slots < programs // 2 and cost <= _MOST_PARTIALS // 64
+    split_broad = not wide or (len(wide_items) * slots < programs // 2 and cost <= _MOST_PARTIAL_ROWS)
+
+    def launch(rows: int, split: bool, items: npt.NDArray[np.int64]) -> Launch:
+        shift = np.full((len(items), 1), heads.bit_length() - 1)
+        return Launch(rows, split, _int32(np.concatenate([items, shift], 1)))
 
     launches = []
-    if split_narrow:
+    if len(narrow):
         own = _split_items(np.stack([cu[narrow], queries[narrow], narrow], 1), first_split + covered, end_split)
-        launches.append(Launch(NARROW, True, _int32(np.concatenate([shared, own]))))
-    elif len(narrow):
-        order = narrow[np.argsort(-tiles[narrow], kind="stable")]
-        launches.append(Launch(NARROW, False, _whole_items(np.stack([cu[order], queries[order], order], 1))))
+        launches.append(launch(NARROW, True, np.concatenate([shared, own])))
     if split_broad and len(broad):
         narrow_items = _wide_items(broad, cu, queries, tokens)
-        launches.append(Launch(NARROW, True, _int32(_split_items(narrow_items, first_split, end_split))))
+        launches.append(launch(NARROW, True, _split_items(narrow_items, first_split, end_split)))
     elif len(broad):
         ends = positions[wide_items[:, 0] + wide_items[:, 1] - 1]
-        launches.append(Launch(wide, False, _whole_items(wide_items[np.argsort(-ends, kind="stable")])))
+        launches.append(launch(wide, False, _whole_items(wide_items[np.argsort(-ends, kind="stable")])))
 
     is_split = np.zeros(len(lens), bool)
-    is_split[narrow] = split_narrow
+    is_split[narrow] = True
     is_split[broad] = split_broad
     joined = np.flatnonzero(is_split[seq_of])
     room = splits[seq_of][joined]
@@ -177,13 +176,6 @@ def _read_blocks(
     return (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
 
 
-def _uneven(tiles: npt.NDArray[np.int64], slots: int, programs: int) -> bool:
-    """Whether the longest sequence, computed by one program, would keep the others waiting."""
-    if not len(tiles) or tiles.max() <= SPLIT // KEY_TILE:
-        return False
-    return bool(tiles.max() * programs > tiles.sum() * slots)
-
-
 def _wide_items(
     seqs: npt.NDArray[np.int64], cu: npt.NDArray[np.int64], queries: npt.NDArray[np.int64], tokens: int
 ) -> npt.NDArray[np.int64]:
@@ -194,8 +186,8 @@ def _wide_items(
     return np.array(items, np.int64).reshape(-1, 3)
 
 
-def _whole_items(items: npt.NDArray[np.int64]) -> Ints:
-    return _int32(np.concatenate([items, np.full((len(items), 1), -1)], 1))
+def _whole_items(items: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([items, np.full((len(items), 1), -1)], 1)
 
 
 def _split_items(

@@ -1,19 +1,30 @@
 """Shapes the attention kernels are compiled in. None of them enters a result: see README.md.
 
-Chosen on an H200; `python -m kernels.bench attention --tune` measures the alternatives.
+Chosen on an H200 and by what the compiled kernels take (`python -m kernels.aot`): no kernel may spill registers.
 """
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
 import torch
 
 from kernels.attention.triton_plan import NARROW, WIDE
+from kernels.chip import capability, multiprocessors, shared_bytes
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+_MOST_STAGES = 3
 _INTERPRETED_PROGRAMS = 8
-_SHARED_BYTES = {8: 163 * 1024, 9: 227 * 1024}  # of a block, by the major number of the compute capability
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a head_dim is computed. A warp has 16 whole rows of scores in both kernels, or half of 16 in both: sums over
+    keys then run in one order."""
+
+    split_warps: int
+    wide_rows: int  # query rows of an item of prefill; 0: prefill too goes by splits
+    wide_warps: int
 
 
 def padded(head_dim: int) -> int:
@@ -21,26 +32,20 @@ def padded(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def wide_rows(head_dim: int) -> int:
-    """Query rows of an item of prefill: two accumulators of that many rows must fit the registers."""
-    return WIDE if padded(head_dim) <= 128 else NARROW
-
-
-def warps(head_dim: int, rows: int) -> int:
-    """Warps of a program. For one head_dim a warp always has 16 whole rows, or always half of them: sums over keys
-    then run in one order in every kernel."""
-    return 8 if rows == WIDE or padded(head_dim) > 128 else 4
+def shape(head_dim: int, quantized: bool, device: torch.device) -> Shape:
+    """Two accumulators of a wide item must fit the registers beside all else."""
+    width = padded(head_dim)
+    if width > 128:
+        return Shape(8, 0, 0)
+    if width > 64 and (quantized or capability(device)[0] < 9):
+        return Shape(8, NARROW, 8)
+    return Shape(4, WIDE, 8)
 
 
 def stages(head_dim: int, rows: int, item_bytes: int, device: torch.device) -> int:
     """Key tiles in flight, as many as help and fit beside the query rows."""
-    return stages_of(head_dim, rows, item_bytes, _capability(device)[0])
-
-
-def stages_of(head_dim: int, rows: int, item_bytes: int, major: int) -> int:
-    """As `stages`, for a compute capability's major number."""
-    room = _SHARED_BYTES.get(major, _SHARED_BYTES[8]) - rows * padded(head_dim) * item_bytes
-    return max(1, min(3, room // (2 * 64 * padded(head_dim) * item_bytes)))
+    room = shared_bytes(device) - rows * padded(head_dim) * item_bytes
+    return max(1, min(_MOST_STAGES, room // (2 * 64 * padded(head_dim) * item_bytes)))
 
 
 def join_shape(num_q_heads: int, device: torch.device) -> tuple[int, int]:
@@ -50,16 +55,4 @@ def join_shape(num_q_heads: int, device: torch.device) -> tuple[int, int]:
 
 def programs(device: torch.device) -> int:
     """Items computed at a time."""
-    if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
-    return 2 * _multiprocessors(device)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 2 * multiprocessors(device) if device.type == "cuda" else _INTERPRETED_PROGRAMS
