@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.native.build import NativeUnavailable
+from kernels.native.compiler import NativeUnavailable
 from kernels.native.cpu import LEVELS, NEEDED, VARIABLE, machine_level
 from kernels.native.library import NativeLibrary, Team, open_library
 from shared.model.fetch import cache_dir
@@ -73,3 +73,25 @@ class Guarded:
     def check(self) -> None:
         assert self._all[: self.GUARD].isnan().all()
         assert self._all[-self.GUARD :].isnan().all()
+
+
+def put_token(pool: Tensor, block: int, offset: int, k: Tensor, v: Tensor) -> None:
+    """One token's keys and values, [kv_heads, head_dim] each, into the first layer of a pool in `lanes16`."""
+    keys, values = _token_of(pool, block, offset)
+    keys.copy_(k.view(keys.shape))
+    values.copy_(v)
+
+
+def token_at(pool: Tensor, block: int, offset: int) -> tuple[Tensor, Tensor]:
+    """What `put_token` put there."""
+    keys, values = _token_of(pool, block, offset)
+    return keys.reshape(values.shape).clone(), values.clone()
+
+
+def _token_of(pool: Tensor, block: int, offset: int) -> tuple[Tensor, Tensor]:
+    """Views: [kv_heads, words, pack] of keys, [kv_heads, head_dim] of values."""
+    kv_heads, block_size, head_dim = pool.shape[3:]
+    pack = 4 // pool.itemsize
+    keys = pool[block, 0, 0].view(kv_heads, block_size // 16, head_dim // pack, 16, pack)
+    values = pool[block, 0, 1].view(kv_heads, block_size // pack, head_dim, pack)
+    return keys[:, offset // 16, :, offset % 16], values[:, offset // pack, :, offset % pack]

@@ -1,8 +1,10 @@
-"""Builds the C kernels with the system's compiler and keeps the library: once per source, level and compiler.
+"""Builds the C kernels and keeps the library: once per source, level and compiler.
 
     <folder>/lock                                one builder at a time
     <folder>/<source>-<level>-<compiler>.so      a library that passed its trial
     <folder>/<source>-<level>-<compiler>.sum     its digest: a library that is not what was tried is built again
+
+A library of other sources that nobody has loaded for 30 days goes when a new one is built.
 
 A library is tried in a process of its own before it is kept, so that a bad one costs a line and never a signal.
 """
@@ -17,30 +19,23 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernels.native.compiler import Compiler, NativeUnavailable, NoCompiler, find_compiler, missing_compiler
 from kernels.native.cpu import NEEDED, Level, machine_level
 
 KERNELS = Path(__file__).resolve().parents[1]
 UNITS = ("bfloat16.c", "float32.c", "threads.c", "check.c", "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread")
 """Sums are written out in the source, fused where it says so: no compiler may join or reorder them."""
-COMPILERS = ("cc", "gcc", "clang")
 COMPILE_S = 300.0
 TRIAL_S = 60.0
-
-
-class NativeUnavailable(Exception):
-    """The native kernels cannot be used here; the message says why, in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compiler:
-    path: str
-    version: str  # first line of what it says about itself
+KEPT_S = 30 * 86400.0
+"""How long a library of other sources outlives its last use: another installation may share the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +57,6 @@ def source_digest() -> str:
     for path in sources():
         digest.update(f"\x00{path.relative_to(KERNELS)}\x00".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def find_compiler(env: Mapping[str, str]) -> Compiler | None:
-    """The compiler `CC` names, or else the first of `COMPILERS` on the path that answers."""
-    for name in (env["CC"],) if env.get("CC") else COMPILERS:
-        path = shutil.which(name, path=env.get("PATH"))
-        if path is None:
-            continue
-        with suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-            return Compiler(path, said.partition("\n")[0].strip())
-    return None
 
 
 def library_for_machine(folder: Path, env: Mapping[str, str]) -> Built:
@@ -98,35 +81,38 @@ def ensure_library(folder: Path, level: Level, env: Mapping[str, str]) -> Built:
         NativeUnavailable: there is no compiler, it fails, or what it makes does not run here.
     """
     with _locked(folder):
-        compiler = find_compiler(env)
-        prefix = f"{source_digest()}-{level.name}-"
+        compiler = find_compiler(env, folder)
+        digest = source_digest()
+        prefix = f"{digest}-{level.name}-"
         if compiler is None:
-            kept = [path for path in sorted(folder.glob(f"{prefix}*.so")) if _is_whole(path)]
-            if not kept:
-                raise NativeUnavailable("no C compiler (cc, gcc or clang) to build the native kernels with")
-            return Built(kept[0], level.name, kept[0].stem)
-        key = hashlib.blake2b(compiler.version.encode(), digest_size=4).hexdigest()
-        path = folder / f"{prefix}{key}.so"
-        if not _is_whole(path):
-            try:
-                _build(path, level, compiler)
-            except OSError as exc:
-                raise NativeUnavailable(f"cannot keep the native kernels in {folder}: {exc.strerror}") from exc
+            path = next((path for path in sorted(folder.glob(f"{prefix}*.so")) if _is_whole(path)), None)
+            if path is None:
+                raise NoCompiler(missing_compiler(env))
+        else:
+            path = folder / f"{prefix}{compiler.id}.so"
+            if not _is_whole(path):
+                try:
+                    _build(path, level, compiler)
+                except OSError as exc:
+                    raise NativeUnavailable(f"cannot keep the native kernels in {folder}: {exc.strerror}") from exc
+                _prune(folder, digest, time.time())
+        with suppress(OSError):
+            os.utime(path)
         return Built(path, level.name, path.stem)
 
 
 def compile_library(target: Path, level: Level, compiler: Compiler) -> None:
     """Compile all units into `target`. Raises NativeUnavailable."""
     units = [str(KERNELS / "native" / name) for name in UNITS]
-    command = [compiler.path, *FLAGS, *level.flags, f"-I{KERNELS}", *units, "-o", str(target), "-lm"]
+    command = [*compiler.command, *FLAGS, *level.flags, f"-I{KERNELS}", *units, "-o", str(target), "-lm"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S, check=False)
     except (OSError, subprocess.SubprocessError) as exc:
-        raise NativeUnavailable(f"{compiler.path} does not run: {exc}") from exc
+        raise NativeUnavailable(f"{compiler.name} does not run: {exc}") from exc
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"code {done.returncode}"]
         fault = next((line for line in said if "error" in line), said[-1])
-        raise NativeUnavailable(f"{compiler.path} cannot build the native kernels: {fault}")
+        raise NativeUnavailable(f"{compiler.name} cannot build the native kernels: {fault}")
 
 
 def _build(path: Path, level: Level, compiler: Compiler) -> None:
@@ -139,6 +125,17 @@ def _build(path: Path, level: Level, compiler: Compiler) -> None:
         _sum_of(made).write_text(_digest(made))
         _sum_of(made).rename(_sum_of(path))
         made.rename(path)
+
+
+def _prune(folder: Path, digest: str, now: float) -> None:
+    """Remove what killed builds left, and libraries of other sources that were not used for long. The lock is held."""
+    for left in folder.glob(".build-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for path in folder.glob("*.so"):
+        with suppress(OSError):
+            if not path.name.startswith(f"{digest}-") and now - path.stat().st_mtime > KEPT_S:
+                path.unlink()
+                _sum_of(path).unlink(missing_ok=True)
 
 
 def _try(library: Path) -> None:

@@ -33,8 +33,8 @@ LEVELS = (
     _x86("avx512_vnni", *_AVX512, "avx512_vnni"),
     _x86("avx512", *_AVX512),
     _x86("avx2", *_AVX2),
-    Level("neon_dotprod", "aarch64", frozenset(("asimd", "asimddp")), ("-march=armv8.2-a+dotprod",)),
-    Level("neon", "aarch64", frozenset(("asimd",)), ("-march=armv8-a",)),
+    Level("neon_dotprod", "aarch64", frozenset(("asimd", "asimddp")), ("-mcpu=generic+dotprod",)),
+    Level("neon", "aarch64", frozenset(("asimd",)), ("-mcpu=generic",)),
 )
 """Best first within a machine. All give the same bits but `avx512_bf16`, whose products of bfloat16 round otherwise."""
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from kernels.native.abi import FAULTS, NO_MEMORY, TO_FLOATS, LinearStruct, declare
-from kernels.native.build import NativeUnavailable, library_for_machine
+from kernels.native.build import library_for_machine
+from kernels.native.compiler import NativeUnavailable
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import httpx
 
+from kernels.native.build import source_digest
+from kernels.native.compiler import ZIG_SIZE, find_compiler, missing_compiler
+from kernels.native.cpu import NEEDED, VARIABLE, machine_level
 from services.cli import config, servers
 from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
@@ -43,6 +46,7 @@ def examine_stack(env: Mapping[str, str], chosen: str | None) -> Iterator[Findin
         yield Finding("settings", OK, str(path or "defaults"))
     yield server("nats-server", settings.bus.nats_url, "NATS_URL", servers.nats_binary)
     yield server("redis", settings.store.redis_url, "REDIS_URL", servers.valkey_binary)
+    yield kernels(settings, env)
     yield from (model(entry, settings.workers.fake, env) for entry in served_models(settings))
     stack = running_stack(env)
     yield state(state_path(env))
@@ -50,6 +54,26 @@ def examine_stack(env: Mapping[str, str], chosen: str | None) -> Iterator[Findin
     yield running(stack)
     if (left := leftover_pools(Path("/dev/shm"))) is not None:
         yield left
+
+
+def kernels(settings: Settings, env: Mapping[str, str]) -> Finding:
+    """Whether the native kernels can be had, which are several times as fast as torch's."""
+    if settings.workers.fake or settings.engine.kernels not in ("auto", "native"):
+        return Finding("kernels", SKIP, "fake workers" if settings.workers.fake else settings.engine.kernels)
+    try:
+        level = machine_level(env)
+    except ValueError as exc:
+        return Finding("kernels", WARN, str(exc), f"unset {VARIABLE}; torch computes meanwhile, more slowly")
+    if level is None:
+        return Finding("kernels", WARN, NEEDED, "none needed: torch computes instead, more slowly")
+    kept = cache_dir(env) / "kernels"
+    if compiler := find_compiler(env, kept):
+        return Finding("kernels", OK, f"native, {level.name}, by {compiler.version}")
+    if any(kept.glob(f"{source_digest()}-{level.name}-*.so")):
+        return Finding("kernels", OK, f"native, {level.name}, kept in {kept}")
+    if env.get("CC"):
+        return Finding("kernels", WARN, missing_compiler(env), "unset CC, or name one that is there")
+    return Finding("kernels", WARN, "no C compiler", f"none needed: ./baton up fetches zig ({ZIG_SIZE})")
 
 
 def server(name: str, url: str, variable: str, binary: Callable[[], Path]) -> Finding:

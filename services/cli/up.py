@@ -161,7 +161,7 @@ async def _start(
     models = served_models(settings)
     progress.done(", ".join(f"model {model.path}" for model in models))
 
-    if said := await asyncio.to_thread(prepare_kernels, settings, env):
+    if said := await asyncio.to_thread(prepare_kernels, settings, env, progress.say):
         progress.done(said)
 
     plan = StackPlan(settings, state, credentials, not settings.bus.nats_url, not settings.store.redis_url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 
 from kernels.dispatch import choose
 from kernels.native import cpu
-from kernels.native.build import Built, Compiler, NativeUnavailable, compile_library, ensure_library, find_compiler
+from kernels.native.build import Built, compile_library, ensure_library
+from kernels.native.compiler import Compiler, NativeUnavailable, find_compiler
 from kernels.native.cpu import LEVELS, NEEDED, VARIABLE, best_level, machine_level, parse_flags
 from kernels.native.library import open_library
 from services.cli.native_kernels import prepare_kernels
@@ -158,7 +160,7 @@ def test_a_library_that_does_not_work_is_refused_in_one_line(
 ) -> None:
     real = find_compiler(os.environ)
     assert real is not None
-    compiler = FakeCompiler(tmp_path, body.replace("REAL_CC", real.path))
+    compiler = FakeCompiler(tmp_path, body.replace("REAL_CC", real.command[0]))
     with pytest.raises(NativeUnavailable, match=words) as caught:
         ensure_library(tmp_path / "kept", level(), compiler.env)
     assert "\n" not in str(caught.value)
@@ -189,14 +191,15 @@ def test_a_full_disk_is_one_line(tmp_path: Path, built: Built, monkeypatch: pyte
         ensure_library(tmp_path / "kept", level(), compiler.env)
 
 
+@pytest.mark.parametrize("setting", ["auto", "native"])
 def test_native_falls_back_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, "none")
     with caplog.at_level(logging.WARNING):
-        choice = choose("native", tmp_path / "kept")
+        choice = choose(setting, tmp_path / "kept")
     assert choice.native is None
-    assert choice == choose("torch") == choose("auto")
+    assert choice == choose("torch")
     assert [record.message for record in caplog.records] == [f"{NEEDED}; torch computes instead, more slowly"]
     assert not (tmp_path / "kept").exists()
 
@@ -205,13 +208,15 @@ def test_up_builds_what_its_workers_will_load(tmp_path: Path, built: Built) -> N
     compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
     env = {**compiler.env, "BATON_CACHE": str(tmp_path / "cache")}
     wanted = Settings(engine=EngineSettings(kernels="native"))
-    assert prepare_kernels(Settings(), env) == ""
+    assert prepare_kernels(Settings(engine=EngineSettings(kernels="torch")), env) == ""
     assert prepare_kernels(wanted.model_copy(update={"workers": WorkersSettings(fake=True)}), env) == ""
     assert compiler.count() == 0
     assert prepare_kernels(wanted, env) == f"native kernels for {built.level}"
     assert open_library(tmp_path / "cache" / "kernels", env).id.startswith(
         ensure_library(tmp_path / "cache" / "kernels", level(), env).id
     )
+    assert compiler.count() == 1
+    assert prepare_kernels(Settings(engine=EngineSettings(device="cpu")), env) == f"native kernels for {built.level}"
     assert compiler.count() == 1
     assert prepare_kernels(wanted, {**env, VARIABLE: "none"}).endswith("torch computes instead, more slowly")
 
@@ -234,6 +239,18 @@ def test_a_model_the_library_cannot_run_is_torch_s(
     assert load_decoder(folder, "float64", "native").kernels.native is None
 
 
+SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+
+
+def sanitized(compiler: Compiler) -> dict[str, str]:
+    """The environment of a process that loads a library built with SANITIZERS."""
+    command = [*compiler.command, "-print-file-name=libasan.so"]
+    runtime = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip("the native kernels cannot be built with sanitizers here")
+    return {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1"}
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -242,21 +259,9 @@ def test_no_sanitizer_finds_anything(tmp_path: Path, dtype: str) -> None:
     require_native()
     real = find_compiler(os.environ)
     assert real is not None
-    runtime = subprocess.run([real.path, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    runtime_path = runtime.stdout.strip()
-    if not os.path.isabs(runtime_path):
-        pytest.skip("the native kernels cannot be built with sanitizers here")
-    wrapper = tmp_path / "asan-cc"
-    wrapper.write_text(
-        f'#!/bin/sh\nexec "{real.path}" -g -fsanitize=address,undefined -fno-sanitize-recover=undefined '
-        '-fno-omit-frame-pointer "$@"\n'
-    )
-    wrapper.chmod(0o755)
     env = {
-        **os.environ,
-        "CC": str(wrapper),
-        "LD_PRELOAD": runtime_path,
-        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+        **sanitized(real),
+        "CC": shlex.join((*real.command, *SANITIZERS)),
         "BATON_CACHE": str(tmp_path / "cache"),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_native_kernels.py"]
@@ -271,7 +276,7 @@ def test_clang_builds_it_too(tmp_path: Path) -> None:
     path = shutil.which("clang")
     assert path is not None
     for one in LEVELS:
-        compile_library(tmp_path / f"{one.name}.so", one, Compiler(path, "clang"))
+        compile_library(tmp_path / f"{one.name}.so", one, Compiler((path,), "clang"))
 
 
 def test_numerics_differ_from_torch_s(built: Built) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from kernels.native.abi import TO_FLOATS
 from kernels.native.arena import Arena
-from kernels.native.build import KERNELS, find_compiler
+from kernels.native.build import KERNELS
+from kernels.native.compiler import find_compiler
 from kernels.native.library import Team
 from kernels.native.packed import linear, pack_linear, packed_bytes
 from tests.native import ALL_LEVELS, library_at, require_native
@@ -25,7 +26,7 @@ def build(folder: Path, *flags: str) -> Path:
     if compiler is None or os.uname().machine != "x86_64":
         pytest.skip("the native kernels need a C compiler and an x86-64 processor")
     target = folder / "team"
-    command = [compiler.path, "-std=gnu11", "-Wall", "-Werror", *flags, "-pthread", f"-I{KERNELS}", *SOURCES]
+    command = [*compiler.command, "-std=gnu11", "-Wall", "-Werror", *flags, "-pthread", f"-I{KERNELS}", *SOURCES]
     subprocess.run([*command, "-o", str(target)], check=True, timeout=120)
     return target
 
