@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from kernels.native.build import NativeUnavailable, library_for_machine
+from kernels.native.build import Built, library_for_machine
+from kernels.native.compiler import ZIG, ZIG_SIZE, NativeUnavailable, NoCompiler, fetch_zig
+from services.cli.cores import has_gpu
 from shared.model.fetch import cache_dir
 from shared.settings.models import served_models
 from shared.settings.sections import Settings
 
 
-def prepare_kernels(settings: Settings, env: Mapping[str, str]) -> str:
-    """Build the library if these settings want it and it is not there. Returns a line about it, or nothing."""
+def prepare_kernels(
+    settings: Settings,
+    env: Mapping[str, str],
+    say: Callable[[str], None] = lambda line: None,
+    fetch: Callable[[Path], None] = fetch_zig,
+) -> str:
+    """Build the library if these settings want it and it is not there. Returns a line about it, or nothing.
+
+    Args:
+        say: told what takes long.
+        fetch: called where the machine has no C compiler; puts one into the folder.
+    """
+    engine = settings.engine
     quantized = any(model.quant != "none" for model in served_models(settings))
-    if settings.workers.fake or not (settings.engine.kernels == "native" or quantized):
+    wanted = engine.kernels in ("auto", "native") or quantized
+    if settings.workers.fake or not wanted or (engine.device != "cpu" and has_gpu()):
         return ""
     try:
-        built = library_for_machine(cache_dir(env) / "kernels", env)
+        built = _built(cache_dir(env) / "kernels", env, say, fetch)
     except NativeUnavailable as exc:
         return f"{exc}; torch computes instead, more slowly"
     return f"native kernels for {built.level}"
+
+
+def _built(folder: Path, env: Mapping[str, str], say: Callable[[str], None], fetch: Callable[[Path], None]) -> Built:
+    try:
+        return library_for_machine(folder, env)
+    except NoCompiler:
+        if env.get("CC"):
+            raise
+    say(f"no C compiler: fetching zig {ZIG} to build the native kernels with, once ({ZIG_SIZE})")
+    fetch(folder)
+    return library_for_machine(folder, env)
