@@ -90,6 +90,8 @@ class Weights:
                     random_gguf(source, target / "model.gguf")
             elif target is not None:
                 self._say(f"quantizing {self.name} to {kind}")
+                if not self._quantize.exists():
+                    raise Unavailable(f"{self._quantize} is not there: --install builds it")
                 command = [self._quantize, self.gguf("bf16"), target / "model.gguf", kind]
                 done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
                 if done.returncode:
