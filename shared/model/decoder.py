@@ -19,7 +19,7 @@ from kernels.attention import AttentionPlan, attention, plan_attention
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.linear import padded_rows
 from kernels.linear.quantize import NONE, QUANTS, Quant, Unquantizable
-from kernels.native.build import NativeUnavailable
+from kernels.native.compiler import NativeUnavailable
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
 from kernels.store_kv import StorePlan, plan_store, store_kv
@@ -199,7 +199,7 @@ def load_decoder(
 
     Args:
         dtype: compute dtype, a key of `DTYPES`; the checkpoint may hold another.
-        kernels: a choice of `kernels.dispatch`. Where "native" cannot be had, a warning says why and torch computes.
+        kernels: a choice of `kernels.dispatch`. Where native ones cannot be had, a warning says why and torch computes.
         with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
         threads: of native kernels; 0 = as many as torch has.
         quant: a key of `QUANTS`: how the weights of layers are kept. Integers are the native kernels' alone, so they

@@ -80,7 +80,9 @@ class EngineSettings(Section):
     )
     batch_size: int = Field(8, ge=1, description="most sequences of a static or dynamic batch")
     batch_window_s: float = Field(0.05, ge=0, description="how long a dynamic batch waits to become full, seconds")
-    threads: int = Field(0, ge=0, description="compute threads of a worker; 0 shares the cores among the workers")
+    threads: int = Field(
+        0, ge=0, description="most compute threads of a worker; 0: all cores, shared with other workers"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="what computes: auto is an NVIDIA GPU, sm_80 or newer, where torch and Triton find one"
     )
@@ -88,7 +90,8 @@ class EngineSettings(Section):
         0.0, ge=0, le=0.98, description="most of the GPU's memory a worker takes, a share; 0: 0.9 among all workers"
     )
     kernels: Literal["auto", "torch", "native", "triton"] = Field(
-        "auto", description="what computes: torch, or native kernels compiled on this machine; auto: torch"
+        "auto",
+        description="what computes on a CPU: native kernels compiled here, or torch; auto: native where that can be",
     )
     quant: Quantization = Field(
         "none", description="weights of layers as integers, by the native kernels; int4 has groups of 32 inputs"

@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from kernels.native.build import source_digest
+from kernels.native.compiler import find_compiler
+from kernels.native.cpu import NEEDED, VARIABLE, machine_level
 from services.cli import doctor, doctor_stack, environment
 from services.cli.doctor import FAIL, GIB, OK, SKIP, WARN
 from services.cli.state import StackRecord
 from shared.contracts.errors import SettingsError
 from shared.settings.load import ROOT
 from shared.settings.models import served_models
-from shared.settings.sections import GatewaySettings, ModelSettings, Settings
+from shared.settings.sections import EngineSettings, GatewaySettings, ModelSettings, Settings
 
 
 def test_machine_and_python() -> None:
@@ -89,6 +92,29 @@ def test_servers(tmp_path: Path) -> None:
     assert doctor_stack.server("nats", "", "NATS_URL", missing).verdict == FAIL
     assert doctor_stack.server("nats", "", "NATS_URL", lambda: broken).verdict == FAIL
     assert doctor_stack.server("nats", "", "NATS_URL", lambda: sound).detail == "server 1.2"
+
+
+def test_whether_the_native_kernels_can_be_had(tmp_path: Path) -> None:
+    env = {"BATON_CACHE": str(tmp_path), "PATH": "", VARIABLE: "none"}
+    found = doctor_stack.kernels(Settings(), env)
+    assert (found.verdict, found.detail) == (WARN, NEEDED)
+    assert doctor_stack.kernels(Settings(engine=EngineSettings(kernels="torch")), env).verdict == SKIP
+    if (best := machine_level({})) is None:
+        return
+    del env[VARIABLE]
+    if find_compiler(env, tmp_path / "kernels") is None:
+        assert "zig" in doctor_stack.kernels(Settings(), env).fix
+        kept = tmp_path / "kernels" / f"{source_digest()}-{best.name}-0.so"
+        kept.parent.mkdir()
+        kept.touch()
+        found = doctor_stack.kernels(Settings(), env)
+        assert (found.verdict, found.detail) == (OK, f"native, {best.name}, kept in {kept.parent}")
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho cc 1.2\n")
+    compiler.chmod(0o755)
+    found = doctor_stack.kernels(Settings(), {**env, "PATH": f"{tmp_path}:/bin"})
+    assert (found.verdict, found.detail) == (OK, f"native, {best.name}, by cc 1.2")
+    assert "BATON_CPU_LEVEL=sse" in doctor_stack.kernels(Settings(), {**env, VARIABLE: "sse"}).detail
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
