@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from kernels.linear import onednn
-from kernels.native.build import NativeUnavailable
+from kernels.native.compiler import NativeUnavailable
 from kernels.native.library import NativeLibrary, open_library
+from kernels.tile_layouts import LANES16, ROWS
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,11 @@ class KernelChoice:
         if self.triton:
             return f"triton-{self.triton}-{self.linear}"
         return f"native-{self.native.id}" if self.native else f"torch-{self.linear}"
+
+    @property
+    def tile_layout(self) -> str:
+        """How these kernels lay out the tiles of a KV pool."""
+        return LANES16 if self.native else ROWS
 
 
 def choose(setting: str, folder: Path | None = None) -> KernelChoice:

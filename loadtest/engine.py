@@ -31,7 +31,7 @@ from shared.engine.numerics import numerics_id
 from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.kv.layout import PoolLayout
 from shared.kv.pool import Pool, create_pool
-from shared.model.config import ModelConfig, layer_groups
+from shared.model.config import layer_groups
 from shared.model.decoder import Model, load_decoder
 from shared.model.fetch import cache_dir, fetch_default_model
 from shared.model.native_decoder import NativeDecoder
@@ -113,11 +113,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     native, config = models.get("native"), next(iter(models.values())).config
     cells = cells_of(options.longest, config.max_positions)
     with ExitStack() as stack:
-        pool = stack.enter_context(_pool(config, cells, options.dtype, stack))
-        steps = _steps(models, cells, pool, threads)
+        pools = {name: stack.enter_context(_pool(model, cells, options.dtype, stack)) for name, model in models.items()}
+        steps = _steps(models, cells, pools, threads)
         steps["copy"] = _copy()
         if isinstance(native, NativeDecoder):
-            inner = native.native(pool.layout.groups)
+            inner = native.native(pools["native"].layout.groups)
             for cell in cells:
                 steps[cell.sweep] = lambda cell=cell: inner.sweep(cell.rows, cell.head_rows)  # type: ignore[misc]
         _say(f"measuring for {options.seconds:g} s, or until every figure has {ENOUGH} samples of an idle machine")
@@ -203,9 +203,11 @@ def _number(value: float | None, form: str, width: int) -> str:
     return f"{'—' if value is None else format(value, form):>{width}}"
 
 
-def _steps(models: dict[str, Model], cells: Sequence[Cell], pool: Pool, threads: int) -> dict[str, Callable[[], None]]:
+def _steps(
+    models: dict[str, Model], cells: Sequence[Cell], pools: dict[str, Pool], threads: int
+) -> dict[str, Callable[[], None]]:
     """Every cell of every contestant, contestants side by side."""
-    runners = {name: ModelRunner(model, pool) for name, model in models.items()}
+    runners = {name: ModelRunner(model, pools[name]) for name, model in models.items()}
     # native steps leave torch little to do, and its threads would spin on their cores: as in a worker
     torch_threads = {"torch": threads, "native": 1}
     steps: dict[str, Callable[[], None]] = {}
@@ -243,11 +245,12 @@ def _plans(cell: Cell, vocab_size: int) -> list[StepPlan]:
     return plans
 
 
-def _pool(config: ModelConfig, cells: Sequence[Cell], dtype: str, stack: ExitStack) -> Pool:
-    """A pool of small random keys and values for all cells, in memory."""
+def _pool(model: Model, cells: Sequence[Cell], dtype: str, stack: ExitStack) -> Pool:
+    """A pool of small random keys and values for all cells, in memory, as the model's kernels read it."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=_memory_folder()))
     blocks = max(max(cell.sequences * -(-(CONTEXT + 1) // BLOCK), -(-cell.tokens // BLOCK)) for cell in cells)
-    pool = create_pool(Path(folder), WorkerId("bench"), PoolLayout(layer_groups(config, BLOCK, dtype), (blocks,)))
+    groups = layer_groups(model.config, BLOCK, dtype, tile_layout=model.kernels.tile_layout)
+    pool = create_pool(Path(folder), WorkerId("bench"), PoolLayout(groups, (blocks,)))
     for view in pool.views():
         view.normal_(generator=torch.Generator().manual_seed(0))
     return pool

@@ -130,7 +130,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         _function(library, f"baton_linear_{dtype}", c_int, *[c_void_p] * 4, *[c_int64] * 4)
         _function(library, f"baton_norm_{dtype}", c_int, *[c_void_p] * 4, c_int64, c_int64, c_double)
         _function(library, f"baton_rotate_{dtype}", c_int, *[c_void_p] * 4, c_int64)
-        _function(library, f"baton_attention_{dtype}", c_int, *[c_void_p] * 5, c_int64)
+        _function(library, f"baton_keys_read_{dtype}", c_int, *[c_void_p] * 4)
+        _function(library, f"baton_attention_{dtype}", c_int, *[c_void_p] * 5, c_int64, c_int64)
         _function(library, f"baton_sweep_{dtype}", c_int, c_void_p, c_void_p, c_int64, c_int64)
     return library
 

@@ -4,7 +4,7 @@
 static int power_of_two(int64_t n) { return n > 0 && !(n & (n - 1)); }
 
 static int check_group(const baton_step *step, const baton_group *group) {
-    if (!power_of_two(group->block_size) || group->num_blocks < 1) return BAD_MODEL;
+    if (!power_of_two(group->block_size) || group->block_size < 16 || group->num_blocks < 1) return BAD_MODEL;
     for (int64_t i = 0; i < step->num_tokens; i++)
         if (group->slots[i] < -1 || group->slots[i] >= group->num_blocks * group->block_size) return BAD_SLOT;
     for (int64_t i = 0; i < step->num_sequences; i++) {

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.native.abi import EMBEDDING_KINDS, GroupStruct, LayerStruct, LinearStruct, ModelStruct, StepStruct
-from kernels.native.build import NativeUnavailable
+from kernels.native.compiler import NativeUnavailable
 from kernels.native.library import NAMES, Team
 from kernels.native.packed import PackedLinear
 
@@ -156,14 +156,29 @@ class NativeModel:
         arguments = ctypes.byref(self._struct), ctypes.byref(plan.struct), qkv.data_ptr(), index
         self.team.call("baton_rotate", self.dtype, *arguments)
 
-    def attention(self, q: Tensor, plan: StepArrays, index: int = 0) -> Tensor:
-        """Attention of layer `index` of the first group: [num_tokens, q_heads, head_dim] → the same. For tests."""
+    def attention(self, q: Tensor, plan: StepArrays, layers: range = range(1)) -> Tensor:
+        """Attention of so many layers of the first group, one after the other, for tests and benchmarks.
+
+        Args:
+            q: [num_tokens, q_heads, head_dim], contiguous.
+
+        Returns:
+            The last layer's results, in the same shape.
+        """
         assert q.shape[1:] == (self.shape.q_heads, self.shape.head_dim), q.shape
         assert q.is_contiguous()
         y = torch.full_like(q, float("nan"))
-        arguments = ctypes.byref(self._struct), ctypes.byref(plan.struct), q.data_ptr(), y.data_ptr(), index
-        self.team.call("baton_attention", self.dtype, *arguments)
+        pointers = ctypes.byref(self._struct), ctypes.byref(plan.struct), q.data_ptr(), y.data_ptr()
+        self.team.call("baton_attention", self.dtype, *pointers, layers.start, layers.stop)
         return y
+
+    def keys_read(self, plan: StepArrays) -> int:
+        """Keys of a KV head that attention of the first group reads: what sequences share is read once."""
+        keys = ctypes.c_int64()
+        self.team.call(
+            "baton_keys_read", self.dtype, ctypes.byref(self._struct), ctypes.byref(plan.struct), ctypes.byref(keys)
+        )
+        return keys.value
 
 
 class StepArrays:

@@ -35,6 +35,7 @@
  *   load_float16(p, mask) load_bfloat16(p, mask)  as floats
  *   or_nan(w, v)                    w, the bits of a NaN where v is one
  *   to_bfloat16(v)                  in the lower halves of words; to nearest, ties to even
+ *   store_bfloat16(p, mask, v)      16 floats, so rounded
  *   add_pairs(sum, a, b)            sum + the two products of bfloat16 in each word; avx512_bf16 rounds them otherwise
  *
  *   ask(p) ask_outer(p)             prefetch a cache line to the first, to the second level
@@ -114,6 +115,8 @@ INLINE words16 to_bfloat16(lanes v) {
     return shift_right(or_nan(up, v), 16);
 }
 
+INLINE void store_bfloat16(void *p, lane_mask mask, lanes v) { store_halves(p, mask, to_bfloat16(v)); }
+
 INLINE lanes add_pairs(lanes sum, words16 a, words16 b) {
     const words16 upper = fill_words((int32_t)0xffff0000);
     lanes a1 = lanes_of(and_words(a, upper)), a0 = lanes_of(shift_left(a, 16));
@@ -129,7 +132,7 @@ typedef uint16_t element;
 enum { PACK = 2 };
 #define NAME(name) name##_bfloat16
 INLINE lanes load_lanes(const element *p, lane_mask mask) { return load_bfloat16(p, mask); }
-INLINE void store_lanes(element *p, lane_mask mask, lanes v) { store_halves(p, mask, to_bfloat16(v)); }
+INLINE void store_lanes(element *p, lane_mask mask, lanes v) { store_bfloat16(p, mask, v); }
 INLINE lanes rounded(lanes v) { return lanes_of(shift_left(to_bfloat16(v), 16)); }
 INLINE lanes multiply_add(lanes sum, words16 a, words16 b) { return add_pairs(sum, a, b); }
 #else

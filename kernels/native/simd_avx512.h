@@ -152,6 +152,9 @@ INLINE words16 or_nan(words16 w, lanes v) {
 #ifdef __AVX512BF16__
 #define BATON_HAS_BFLOAT16 1
 INLINE words16 to_bfloat16(lanes v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(v)); }
+INLINE void store_bfloat16(void *p, lane_mask mask, lanes v) {
+    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(v));
+}
 INLINE lanes add_pairs(lanes sum, words16 a, words16 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 #endif
 

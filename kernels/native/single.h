@@ -63,36 +63,62 @@ int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_s
     const NAME(rotation) rotation = {qkv, model->rotary, step->positions, group->slots,
                                      NAME(layer_tiles)(model, group, index),
                                      (model->q_heads + 2 * model->kv_heads) * model->head_dim,
-                                     model->q_heads, model->kv_heads, model->head_dim};
+                                     model->q_heads, model->kv_heads};
     return NAME(run_single)(team, step->num_tokens, NAME(rotation_item), &rotation);
 }
 
-/* Attention of layer `index` of the first group: q and y are [num_tokens, q_heads, head_dim]. */
+/* Attention of the first `layers` layers of the first group, one after the other: q and y are [num_tokens, q_heads,
+ * head_dim], y of the last. */
+typedef struct {
+    const baton_step *step;
+    const attention_plan *plan;
+    NAME(attention) attention;
+    const baton_model *model;
+    long first, last;
+} NAME(attentions);
+
+static void NAME(attention_program)(void *argument, baton_team *team, int thread) {
+    const NAME(attentions) *all = argument;
+    NAME(attention) attention = all->attention;
+    for (long i = all->first; i < all->last; i++) {
+        attention.pool = NAME(layer_tiles)(all->model, &all->step->groups[0], i);
+        team_phase(team, thread, i - all->first, all->plan->num_units * attention.kv_heads, NAME(attention_item), &attention);
+    }
+}
+
 int NAME(baton_attention)(baton_team *team, const baton_model *model, const baton_step *step, const element *q,
-                          element *y, int64_t index) {
+                          element *y, int64_t first, int64_t last) {
     int code = NAME(check)(model, step);
     if (code) return code;
-    NAME(attention_plan) plans[MAX_GROUPS];
-    NAME(run) run = {.model = model, .step = step, .team = team};
-    if ((code = NAME(reserve_attention)(team, model)) || (code = NAME(plan_attention)(&run, plans))) return code;
-    const long width = model->q_heads * model->head_dim;
-    const NAME(attention) attention = {
-        .q = q,
-        .y = y,
-        .pool = NAME(layer_tiles)(model, &step->groups[0], index),
-        .pieces = plans[0].pieces,
-        .piece_of = plans[0].piece_of,
-        .partials = run.partials,
-        .ended = run.ended,
-        .team = team,
-        .q_stride = width,
-        .y_stride = width,
-        .kv_heads = model->kv_heads,
-        .group = model->q_heads / model->kv_heads,
-        .head_dim = model->head_dim,
-        .scale = (float)model->scale,
-    };
-    return NAME(run_single)(team, plans[0].items, NAME(attention_item), &attention);
+    if (first < 0 || last > step->groups[0].num_layers) return BAD_MODEL;
+    attention_plan plans[MAX_GROUPS];
+    float *partials;
+    if ((code = NAME(reserve_attention)(team, model))) return code;
+    if ((code = NAME(plan_attention)(team, model, step, plans, &partials))) return code;
+    NAME(attentions) all = {step, plans, NAME(attention_of)(model, step->groups, first, plans, partials, team), model,
+                            first, last};
+    all.attention.q = q;
+    all.attention.y = y;
+    all.attention.q_stride = all.attention.y_stride = model->q_heads * model->head_dim;
+    return team_run(team, NAME(attention_program), &all, last - first) ? NO_MEMORY : OK;
+}
+
+/* Keys of a KV head that attention of the first group reads, those of a unit's common blocks once. */
+int NAME(baton_keys_read)(baton_team *team, const baton_model *model, const baton_step *step, int64_t *keys) {
+    int code = NAME(check)(model, step);
+    if (code) return code;
+    attention_plan plans[MAX_GROUPS];
+    float *partials;
+    if ((code = NAME(plan_attention)(team, model, step, plans, &partials))) return code;
+    *keys = 0;
+    for (const query_unit *unit = plans->units; unit < plans->units + plans->num_units; unit++) {
+        *keys += unit->common;
+        for (const query_piece *piece = plans->pieces + unit->piece; piece < plans->pieces + unit->piece + unit->count; piece++) {
+            const long end = piece->position + piece->tokens;
+            *keys += unit->split < 0 ? end : smaller(end - unit->split * SPLIT, SPLIT) - unit->common;
+        }
+    }
+    return OK;
 }
 
 /* Every product of the model with `rows` rows of zeros, the head with `head_rows`, nothing between them: the least a

@@ -6,22 +6,18 @@
 #include "native/simd.h"
 #include "native/threads.h"
 
+/* The team's memory. */
+enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, UNITS, PARTIALS, ENDED, QUANTIZED };
+
 #include "activation/cpu_kernel.h"
-#include "attention/cpu_kernel.h"
+#include "attention/cpu_plan.h"
 #include "linear/cpu_kernel.h"
 #include "linear/cpu_pack.h"
 #include "native/check.h"
 #include "norm/cpu_kernel.h"
 #include "rotary/cpu_kernel.h"
 
-enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, ITEMS, PARTIALS, ENDED, QUANTIZED };
 enum { LAYER_PHASES = 13, OTHER_PHASES = 4 };
-
-typedef struct {
-    const query_piece *pieces;
-    const int32_t *piece_of;
-    long items;
-} NAME(attention_plan);
 
 typedef struct {
     const baton_model *model;
@@ -30,9 +26,8 @@ typedef struct {
     float *sums, *picked;                     /* [tokens, hidden], [logits, hidden] */
     element *normed, *qkv, *heads, *gated;    /* strides below */
     long hidden_stride, qkv_stride, heads_stride, gated_stride;
-    NAME(attention_plan) *plans; /* [groups] */
+    const attention_plan *plans; /* [groups] */
     float *partials;
-    uint64_t *ended;
     void *quantized;
     long phase; /* of the thread that holds this copy */
     int thread;
@@ -96,6 +91,7 @@ static NAME(tiles_of_layer) NAME(layer_tiles)(const baton_model *model, const ba
         .block_stride = group->num_layers * layer,
         .head_stride = head,
         .value_offset = model->kv_heads * head,
+        .head_dim = model->head_dim,
         .block_shift = __builtin_ctzll((unsigned long long)group->block_size),
     };
 }
@@ -106,30 +102,35 @@ static void NAME(rotate_and_store)(NAME(run) *run, const baton_layer *layer) {
     const baton_group *group = &step->groups[layer->group];
     const NAME(rotation) rotation = {run->qkv,         model->rotary,  step->positions, group->slots,
                                      NAME(layer_tiles)(model, group, layer->index), run->qkv_stride,
-                                     model->q_heads,   model->kv_heads, model->head_dim};
+                                     model->q_heads,   model->kv_heads};
     NAME(all)(run, step->num_tokens, NAME(rotation_item), &rotation);
 }
 
-static void NAME(attend)(NAME(run) *run, const baton_layer *layer) {
-    const baton_model *model = run->model;
-    const NAME(attention_plan) *plan = &run->plans[layer->group];
-    const NAME(attention) attention = {
-        .q = run->qkv,
-        .y = run->heads,
-        .pool = NAME(layer_tiles)(model, &run->step->groups[layer->group], layer->index),
+static NAME(attention) NAME(attention_of)(const baton_model *model, const baton_group *group, long index,
+                                          const attention_plan *plan, float *partials, baton_team *team) {
+    return (NAME(attention)){
+        .pool = NAME(layer_tiles)(model, group, index),
         .pieces = plan->pieces,
-        .piece_of = plan->piece_of,
-        .partials = run->partials,
-        .ended = run->ended,
-        .team = run->team,
-        .q_stride = run->qkv_stride,
-        .y_stride = run->heads_stride,
+        .units = plan->units,
+        .num_units = plan->num_units,
+        .ended = plan->ended,
+        .partials = partials,
+        .team = team,
         .kv_heads = model->kv_heads,
         .group = model->q_heads / model->kv_heads,
-        .head_dim = model->head_dim,
-        .scale = (float)model->scale,
+        .scale = (float)(model->scale * M_LOG2E),
     };
-    NAME(all)(run, plan->items, NAME(attention_item), &attention);
+}
+
+static void NAME(attend)(NAME(run) *run, const baton_layer *layer) {
+    const baton_group *group = &run->step->groups[layer->group];
+    const attention_plan *plan = &run->plans[layer->group];
+    NAME(attention) attention = NAME(attention_of)(run->model, group, layer->index, plan, run->partials, run->team);
+    attention.q = run->qkv;
+    attention.q_stride = run->qkv_stride;
+    attention.y = run->heads;
+    attention.y_stride = run->heads_stride;
+    NAME(all)(run, plan->num_units * run->model->kv_heads, NAME(attention_item), &attention);
 }
 
 static void NAME(program)(void *argument, baton_team *team, int thread) {
@@ -167,82 +168,6 @@ static void NAME(program)(void *argument, baton_team *team, int thread) {
     }
     NAME(normalize)(run, sums, model->final_norm, rows);
     NAME(multiply)(run, &model->head, run->normed, run->hidden_stride, step->logits, model->vocab, rows, TO_FLOATS);
-}
-
-/* ------------------------------------------------------------------------------------------------ planning a step */
-
-INLINE long NAME(piece_tokens)(const baton_model *model) {
-    return larger(1, PIECE_ROWS / (model->q_heads / model->kv_heads));
-}
-
-static long NAME(count_pieces)(const baton_model *model, const baton_step *step) {
-    long count = 0;
-    for (long i = 0; i < step->num_sequences; i++)
-        count += pieces(step->cu_seqlens[i + 1] - step->cu_seqlens[i], NAME(piece_tokens)(model));
-    return count;
-}
-
-/* Pieces of every sequence, the last and longest first. Returns how many rows of partial results they need. */
-static long NAME(make_pieces)(const baton_model *model, const baton_step *step, const baton_group *group,
-                              query_piece *to, long *items) {
-    const long most = NAME(piece_tokens)(model);
-    long partials = 0;
-    *items = 0;
-    for (long i = 0; i < step->num_sequences; i++) {
-        const long first = step->cu_seqlens[i], tokens = step->cu_seqlens[i + 1] - first;
-        for (long at = (pieces(tokens, most) - 1) * most; at >= 0; at -= most, to++) {
-            to->row = first + at;
-            to->tokens = smaller(most, tokens - at);
-            to->position = step->seq_lens[i] - tokens + at;
-            to->table = group->tables + group->table_starts[i];
-            to->splits = pieces(to->position + to->tokens, SPLIT);
-            to->item = *items;
-            to->partial = -1;
-            if (to->splits > 1 && to->tokens <= LONE_TOKENS) {
-                to->partial = partials;
-                partials += to->splits * to->tokens;
-                *items += model->kv_heads * to->splits;
-            } else {
-                *items += model->kv_heads;
-            }
-        }
-    }
-    return partials;
-}
-
-static int NAME(plan_attention)(NAME(run) *run, NAME(attention_plan) *plans) {
-    const baton_model *model = run->model;
-    const baton_step *step = run->step;
-    const long count = NAME(count_pieces)(model, step);
-    query_piece *all = team_memory(run->team, -1, PIECES, (size_t)(count * step->num_groups) * sizeof(query_piece));
-    run->ended = team_memory(run->team, -1, ENDED, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
-    if (!all || !run->ended) return NO_MEMORY;
-    memset(run->ended, 0, (size_t)(count * model->kv_heads) * sizeof(uint64_t));
-    long partials = 0, items = 0;
-    for (long g = 0; g < step->num_groups; g++)
-        partials = NAME(make_pieces)(model, step, &step->groups[g], all + g * count, &items);
-    const size_t partial_bytes = (size_t)(partials * model->q_heads * (model->head_dim + 2)) * sizeof(float);
-    int32_t *piece_of = team_memory(run->team, -1, ITEMS, (size_t)items * sizeof(int32_t));
-    run->partials = team_memory(run->team, -1, PARTIALS, partial_bytes);
-    if (!piece_of || !run->partials) return NO_MEMORY;
-    for (long i = 0, item = 0; i < count; i++)
-        for (const long end = i + 1 < count ? all[i + 1].item : items; item < end; item++) piece_of[item] = (int32_t)i;
-    for (long g = 0; g < step->num_groups; g++) plans[g] = (NAME(attention_plan)){all + g * count, piece_of, items};
-    run->plans = plans;
-    return OK;
-}
-
-static int NAME(reserve_attention)(baton_team *team, const baton_model *model) {
-    const size_t d = (size_t)model->head_dim;
-    const size_t rows = (size_t)larger(PIECE_ROWS, model->q_heads / model->kv_heads) + 1;
-    for (int i = 0; i < team_size(team); i++)
-        if (!team_memory(team, i, KEYS_SLOT, SPLIT * d * sizeof(element)) ||
-            !team_memory(team, i, VALUES_SLOT, SPLIT * d * sizeof(element)) ||
-            !team_memory(team, i, SCORES_SLOT, (SPLIT + d) * TILE_QUERIES * sizeof(float)) ||
-            !team_memory(team, i, WEIGHTS_SLOT, SPLIT * TILE_QUERIES * sizeof(element)) ||
-            !team_memory(team, i, STATE_SLOT, rows * (d + 2) * sizeof(float)))
-            return NO_MEMORY;
-    return OK;
 }
 
 /* Bytes that the quantized rows of any product of the model take. */
@@ -291,8 +216,9 @@ static int NAME(check)(const baton_model *model, const baton_step *step) {
 int NAME(baton_step)(baton_team *team, const baton_model *model, const baton_step *step) {
     int code = NAME(check)(model, step);
     if (code) return code;
-    NAME(attention_plan) plans[MAX_GROUPS];
-    NAME(run) run = {.model = model, .step = step, .team = team};
-    if ((code = NAME(reserve)(&run)) || (code = NAME(plan_attention)(&run, plans))) return code;
+    attention_plan plans[MAX_GROUPS];
+    NAME(run) run = {.model = model, .step = step, .team = team, .plans = plans};
+    if ((code = NAME(reserve)(&run))) return code;
+    if ((code = NAME(plan_attention)(team, model, step, plans, &run.partials))) return code;
     return team_run(team, NAME(program), &run, model->num_layers * LAYER_PHASES + OTHER_PHASES) ? NO_MEMORY : OK;
 }

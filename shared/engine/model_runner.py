@@ -23,7 +23,8 @@ class ModelRunner:
     """One model over one pool. Used by one thread; steps run in the order they are given.
 
     Raises:
-        SettingsError: the pool is not of the model's dtype, or its groups do not hold the model's layers.
+        SettingsError: the pool is not of the model's dtype or its kernels' tile layout, or its groups do not hold the
+            model's layers.
     """
 
     def __init__(self, model: Model, pool: Pool, record_logits: RecordLogits | None = None) -> None:
@@ -36,6 +37,11 @@ class ModelRunner:
         for group in self._groups:
             if DTYPES.get(group.dtype) != model.dtype:
                 raise SettingsError(f"KV dtype {group.dtype} differs from the model's {model.dtype}", param="kv_dtype")
+            if group.tile_layout != model.kernels.tile_layout:
+                raise SettingsError(
+                    f"a KV pool of {group.tile_layout} is not for kernels that read {model.kernels.tile_layout}",
+                    param="kernels",
+                )
         layers = sorted(layer for group in self._groups for layer in group.layers)
         if layers != list(range(model.config.num_layers)):
             raise SettingsError("the pool's layer groups do not hold the model's layers", param="kv_dir")

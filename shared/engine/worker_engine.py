@@ -344,7 +344,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         torch.set_num_threads(1)
     if options.self_check:
         run_self_check(model.config, model.dtype, model.kernels, model.quant).require_exact()
-    groups = layer_groups(model.config, options.block_size, options.dtype)
+    groups = layer_groups(model.config, options.block_size, options.dtype, tile_layout=model.kernels.tile_layout)
     num_blocks = options.pool_bytes // sum(g.span_bytes for g in groups)
     if num_blocks < 2:
         raise SettingsError(f"a KV pool of {options.pool_bytes} bytes holds no two blocks", param="pool_bytes")

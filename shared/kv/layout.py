@@ -23,7 +23,7 @@ class LayerGroup:
     head_dim: int
     block_size: int  # token slots in a block
     dtype: str  # a key of ITEM_BYTES
-    tile_layout: str = "rows"  # "rows": [block_size, head_dim], plain
+    tile_layout: str = "rows"  # a layout of kernels.tile_layouts.py; "rows": [block_size, head_dim], plain
     sliding_window: int = 0  # tokens; 0 = full attention
 
     @property

@@ -14,17 +14,20 @@ import re
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kernels.tile_layouts import tokens_of_bytes
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Unavailable
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.kv.digest import span_digest
 from shared.kv.handoff_sink import Pull
-from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.layout import ITEM_BYTES, LayerGroup, PoolLayout
 
 POOL_NAME = re.compile(r"[a-z0-9-]{1,40}\.kvpool")
 
@@ -162,17 +165,17 @@ def digest_blocks(own_span: OwnSpan, attempt: Attempt, blocks: Sequence[tuple[in
 
 
 def zero_rest(span: memoryview, group: LayerGroup, valid_tokens: int) -> None:
-    """Zero a block's rows behind its first `valid_tokens`: they are nobody's.
+    """Zero what a block holds behind its first `valid_tokens`: it is nobody's.
 
     Raises:
-        ValueError: the tile layout is not "rows", so that only its kernel knows where a row lies.
+        ValueError: the tile layout is unknown.
     """
     if valid_tokens >= group.block_size:
         return
-    if group.tile_layout != "rows":
-        raise ValueError(f"rows of tile layout {group.tile_layout!r} are not known here")
-    tiles = np.frombuffer(span, dtype=np.uint8).reshape(-1, group.block_size, len(span) // _rows(group))
-    tiles[:, valid_tokens:] = 0
+    tokens = _tokens_of_tiles(group)
+    tiles = np.frombuffer(span, dtype=np.uint8).reshape(-1, 2, group.num_kv_heads, tokens.shape[1])
+    for kind in range(2):
+        tiles[:, kind, :, tokens[kind] >= valid_tokens] = 0
 
 
 def owner_lives(folder: Path, name: str) -> bool:
@@ -191,8 +194,10 @@ def owner_lives(folder: Path, name: str) -> bool:
         os.close(fd)
 
 
-def _rows(group: LayerGroup) -> int:
-    return len(group.layers) * 2 * group.num_kv_heads * group.block_size
+@cache
+def _tokens_of_tiles(group: LayerGroup) -> NDArray[np.int64]:
+    """[2, bytes of a tile]: the token that each byte of keys, and of values, belongs to."""
+    return np.array(tokens_of_bytes(group.tile_layout, group.block_size, group.head_dim, ITEM_BYTES[group.dtype]))
 
 
 def open_plain(folder: Path, name: str) -> int:

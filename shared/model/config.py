@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.tile_layouts import LEAST_BLOCK, ROWS
 from shared.contracts.errors import SettingsError
 from shared.kv.layout import ITEM_BYTES, LayerGroup
 from shared.model.family import LLAMA, TIED_BY_DEFAULT, Family, parse_family
@@ -107,17 +108,25 @@ def parse_config(raw: dict[str, Any], path: Path, eos: object = None, eos_path: 
     )
 
 
-def layer_groups(config: ModelConfig, block_size: int, kv_dtype: str, tp_size: int = 1) -> tuple[LayerGroup, ...]:
+def layer_groups(
+    config: ModelConfig, block_size: int, kv_dtype: str, tp_size: int = 1, tile_layout: str = ROWS
+) -> tuple[LayerGroup, ...]:
     """The layer groups of this model's KV: one group of full attention.
 
     Args:
         block_size: token slots in a block, a power of two from 1.
         kv_dtype: a key of `ITEM_BYTES`.
+        tile_layout: of the kernels that compute, `KernelChoice.tile_layout`.
     """
     if kv_dtype not in ITEM_BYTES:
         raise SettingsError(f"KV dtype {kv_dtype!r} is none of {', '.join(ITEM_BYTES)}", param="kv_dtype")
     if block_size < 1 or block_size & (block_size - 1):
         raise SettingsError(f"block size {block_size} is not a power of two", param="block_size")
+    if block_size < LEAST_BLOCK[tile_layout]:
+        raise SettingsError(
+            f"block size {block_size} is below {LEAST_BLOCK[tile_layout]}, the least that these kernels read",
+            param="block_size",
+        )
     return (
         LayerGroup(
             name="full",
@@ -126,6 +135,7 @@ def layer_groups(config: ModelConfig, block_size: int, kv_dtype: str, tp_size: i
             head_dim=config.head_dim,
             block_size=block_size,
             dtype=kv_dtype,
+            tile_layout=tile_layout,
         ),
     )
 

@@ -416,7 +416,10 @@ def _worker(
     slots = [len(prompt.token_ids) + prompt.sampling.max_tokens for prompt in prompts]
     held = sum(sorted(-(-count // BLOCK_SIZE) for count in slots)[-BATCH:])
     cached = sum(len(prompt.token_ids) // BLOCK_SIZE for prompt in prompts)
-    layout = PoolLayout(layer_groups(model.config, BLOCK_SIZE, dtype), (held + cached + _SPARE_BLOCKS,))
+    layout = PoolLayout(
+        layer_groups(model.config, BLOCK_SIZE, dtype, tile_layout=model.kernels.tile_layout),
+        (held + cached + _SPARE_BLOCKS,),
+    )
     config = BatcherConfig(
         token_budget=TOKEN_BUDGET,
         max_num_seqs=BATCH,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kernels.tile_layouts import LANES16
 from shared.contracts.errors import SettingsError
 from shared.model.config import layer_groups, load_config, parse_config
 from shared.model.rope import Rope
@@ -138,5 +139,7 @@ def test_layer_groups() -> None:
     assert group.span_bytes == 30 * 2 * 3 * 32 * 64 * 2
     with pytest.raises(SettingsError, match="block size"):
         layer_groups(parse_config(PLAIN, PATH), 24, "bfloat16")
+    with pytest.raises(SettingsError, match="below 16"):
+        layer_groups(parse_config(PLAIN, PATH), 8, "bfloat16", tile_layout=LANES16)
     with pytest.raises(SettingsError, match="dtype"):
         layer_groups(parse_config(PLAIN, PATH), 32, "float8")

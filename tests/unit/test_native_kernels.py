@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,17 +10,17 @@ from torch import Tensor
 
 from kernels.activation import silu_mul
 from kernels.native.abi import TO_ELEMENTS, TO_FLOATS, TO_GATED, TO_SUM
-from kernels.native.arena import Arena
-from kernels.native.build import NativeUnavailable
+from kernels.native.compiler import NativeUnavailable
 from kernels.native.library import Team
-from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape, StepArrays, require_runnable
-from kernels.native.packed import PackedLinear, linear, pack_linear, packed_bytes
+from kernels.native.model import GroupPlan, require_runnable
+from kernels.native.packed import PackedLinear, linear
 from kernels.norm import rms_norm
 from kernels.rotary import rotary, rotary_table
 from kernels.rotary.frequencies import plain
 from shared.engine.native_check import NativeCheck
 from shared.model.config import parse_config
-from tests.native import DTYPES, LEVEL_NAMES, Guarded, library_at, team_of
+from tests.native import DTYPES, LEVEL_NAMES, Guarded, library_at, team_of, token_at
+from tests.native_models import make_model, make_plan, packed, rand
 from tests.unit.test_model_config import PLAIN
 
 # relative to the sum of the magnitudes of all products
@@ -41,16 +38,6 @@ def level(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def team(level: str) -> Team:
     return team_of(level, 2)
-
-
-def rand(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def packed(team: Team, parts: Sequence[Tensor], biases: Sequence[Tensor], gated: bool = False) -> PackedLinear:
-    out = sum(len(part) for part in parts)
-    arena = Arena(packed_bytes(out, parts[0].shape[1], parts[0].dtype, gated, bool(biases)))
-    return pack_linear(team, arena, parts, biases, parts[0].dtype, gated)
 
 
 def product(team: Team, x: Tensor, weight: PackedLinear, kind: int = TO_FLOATS, before: float = 0.0) -> Tensor:
@@ -148,46 +135,6 @@ def test_norm(team: Team, dtype: torch.dtype, size: int) -> None:
     torch.testing.assert_close(y.tensor.double(), expected, rtol=2 * ROUNDING[dtype], atol=1e-7)
 
 
-def make_model(team: Team, dtype: torch.dtype, heads: tuple[int, int, int], positions: int = 1200) -> NativeModel:
-    """A model of one layer, of which only attention is used."""
-    q_heads, kv_heads, head_dim = heads
-    shape = Shape(8, 16, 8, q_heads, kv_heads, head_dim, 1e-5, head_dim**-0.5)
-    q, kv = q_heads * head_dim, kv_heads * head_dim
-
-    def zeros(out: int, inner: int) -> PackedLinear:
-        return packed(team, [torch.zeros(out, inner, dtype=dtype)], [])
-
-    gate = torch.zeros(16, 8, dtype=dtype)
-    gated = packed(team, [gate, gate], [], gated=True)
-    layer = NativeLayer(torch.ones(8), torch.ones(8), zeros(q + 2 * kv, 8), zeros(8, q), gated, zeros(8, 16), 0, 0)
-    table = rotary_table(plain(head_dim, 10000.0), positions, dtype)
-    return NativeModel(team, dtype, shape, torch.zeros(8, 8), table, [layer], torch.ones(8), None)
-
-
-def make_plan(
-    model: NativeModel,
-    pool: Tensor,
-    lengths: Sequence[tuple[int, int]],
-    tables: Sequence[Sequence[int]],
-    unstored: int = 0,
-) -> StepArrays:
-    """Sequences given as (first position, tokens); the first `unstored` tokens of each are not stored."""
-    block_size = pool.shape[4]
-    positions, slots, cumulated = [], [], [0]
-    for (start, count), table in zip(lengths, tables, strict=True):
-        for position in range(start, start + count):
-            positions.append(position)
-            slot = table[position // block_size] * block_size + position % block_size
-            slots.append(-1 if position < start + unstored else slot)
-        cumulated.append(len(positions))
-    place = torch.tensor(positions)
-    lens = [start + count for start, count in lengths]
-    nothing = torch.empty(0, dtype=torch.int64)
-    group = GroupPlan(tables, slots)
-    tokens = torch.zeros(len(positions), dtype=torch.int64)
-    return StepArrays(model, tokens, place, cumulated, lens, nothing, [group], [pool], torch.empty(0, 8))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_rotary_and_store(team: Team, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
@@ -210,121 +157,11 @@ def test_rotary_and_store(team: Team, dtype: torch.dtype, heads: tuple[int, int,
         if row in (0, 6):
             continue
         written[block, offset] = True
-        kv = pool.tensor[block, 0, :, :, offset].reshape(2 * kv_heads, head_dim)
+        kv = torch.cat(token_at(pool.tensor, block, offset))
         torch.testing.assert_close(kv, expected[row, q_heads:], rtol=ROUNDING[dtype], atol=1e-6)
         assert torch.equal(kv[kv_heads:], before[row, q_heads + kv_heads :])
-    assert pool.tensor.permute(0, 4, 1, 2, 3, 5)[~written].isnan().all()
-
-
-# ---------------------------------------------------------------------------------------------------------- attention
-
-
-class Cache:
-    """A pool of NaN between guards, with one sequence's random keys and values in scattered blocks."""
-
-    def __init__(self, model: NativeModel, seq_len: int, block_size: int = 32, seed: int = 0, others: int = 3) -> None:
-        shape, dtype = model.shape, model.dtype
-        self.model = model
-        num_blocks = -(-seq_len // block_size)
-        self.guarded = Guarded(num_blocks + others, 1, 2, shape.kv_heads, block_size, shape.head_dim, dtype=dtype)
-        self.pool = self.guarded.tensor
-        self.table = random.Random(seed).sample(range(len(self.pool)), num_blocks)
-        self.k, self.v = (rand(seed + i, seq_len, shape.kv_heads, shape.head_dim).to(dtype) for i in (10, 20))
-        self.q = rand(seed + 30, seq_len, shape.q_heads, shape.head_dim).to(dtype)
-        for position in range(seq_len):
-            block, offset = self.table[position // block_size], position % block_size
-            self.pool[block, 0, 0, :, offset], self.pool[block, 0, 1, :, offset] = self.k[position], self.v[position]
-
-    def attend(self, first: int, last: int, model: NativeModel | None = None) -> Tensor:
-        model = model or self.model
-        plan = make_plan(model, self.pool, [(first, last - first)], [self.table])
-        result = model.attention(self.q[first:last].contiguous(), plan)
-        self.guarded.check()
-        return result
-
-    def textbook(self) -> Tensor:
-        """[T, H, D] in float64."""
-        repeats = self.q.shape[1] // self.k.shape[1]
-        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (self.k, self.v))
-        scores = torch.einsum("thd,shd->hts", self.q.double(), k) * self.model.shape.scale
-        future = torch.ones(len(k), len(k), dtype=torch.bool).triu(1)
-        return torch.einsum("hts,shd->thd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("seq_len", [1, 33, 64, 65, 513])
-def test_attention_matches_the_textbook(
-    team: Team, dtype: torch.dtype, heads: tuple[int, int, int], seq_len: int
-) -> None:
-    cache = Cache(make_model(team, dtype, heads), seq_len)
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 5e-6
-    torch.testing.assert_close(cache.attend(0, seq_len).double(), cache.textbook(), rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_any_chunking_gives_the_same_bits(level: str, dtype: torch.dtype, threads: int) -> None:
-    cache = Cache(make_model(team_of(level, 1), dtype, (6, 2, 32)), 1100)
-    whole = cache.attend(0, 1100)
-    model = make_model(team_of(level, threads), dtype, (6, 2, 32))
-    for chunks in ([1, 1099], [64] * 17 + [12], [15, 16, 17, 1052], [512, 512, 76], [130] * 8 + [60], [700, 1, 2, 397]):
-        ends = list(itertools.accumulate(chunks))
-        parts = [cache.attend(end - chunk, end, model) for chunk, end in zip(chunks, ends, strict=True)]
-        assert torch.equal(torch.cat(parts), whole), chunks
-    for position in (*range(0, 1100, 37), 1099):
-        assert torch.equal(cache.attend(position, position + 1, model)[0], whole[position]), position
-    for first in (505, 1018):  # verification rows on both sides of a split
-        assert torch.equal(cache.attend(first, first + 8, model), whole[first : first + 8])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_neighbours_change_nothing(team: Team, dtype: torch.dtype) -> None:
-    model = make_model(team, dtype, (6, 2, 32))
-    cache, other = Cache(model, 900), Cache(model, 900, seed=1)
-    pool = torch.cat((cache.pool, other.pool))
-    other_table = [block + len(cache.pool) for block in other.table]
-    # (first row, rows): decodes, pieces and verification rows, all in one step
-    mine = [(0, 1), (40, 1), (63, 2), (255, 1), (300, 3), (511, 1), (512, 1), (640, 200), (899, 1)]
-    rows, lengths = [], []
-    for i, (first, count) in enumerate(mine):
-        rows += [cache.q[first : first + count], other.q[i * 90 : i * 90 + i + 1]]
-        lengths += [(first, count), (i * 90, i + 1)]
-    plan = make_plan(model, pool, lengths, [cache.table, other_table] * len(mine))
-    result = model.attention(torch.cat(rows), plan)
-    begin = 0
-    for (first, count), (_, neighbours) in zip(mine, lengths[1::2], strict=True):
-        assert torch.equal(result[begin : begin + count], cache.attend(first, first + count)), (first, count)
-        begin += count + neighbours
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 16, 64, 128, 1024])
-def test_block_size_does_not_enter_the_result(team: Team, block_size: int) -> None:
-    model = make_model(team, torch.bfloat16, (6, 2, 32))
-    expected = Cache(model, 600).attend(0, 600)
-    assert torch.equal(Cache(model, 600, block_size).attend(0, 600), expected)
-
-
-def test_later_tokens_of_the_sequence_do_not_reach_an_earlier_step(team: Team) -> None:
-    cache = Cache(make_model(team, torch.bfloat16, (6, 2, 32)), 600)
-    expected = cache.attend(100, 130)
-    for block in cache.table[5:]:
-        cache.pool[block] = float("inf")
-    assert torch.equal(cache.attend(100, 130), expected)
-
-
-def test_very_unequal_scores(team: Team) -> None:
-    cache = Cache(make_model(team, torch.float32, (6, 2, 32)), 300)
-    cache.q *= 100
-    torch.testing.assert_close(cache.attend(0, 300).double(), cache.textbook(), rtol=0, atol=2e-4)
-
-
-def test_a_query_that_is_not_a_number_gives_none(team: Team) -> None:
-    cache = Cache(make_model(team, torch.bfloat16, (6, 2, 32)), 100)
-    cache.q[50, 3] = float("nan")
-    result = cache.attend(0, 100)
-    assert result[50, 3].isnan().all()
-    assert result.isnan().sum() == result.shape[2]
+    for block, offset in (~written).nonzero().tolist():
+        assert torch.cat(token_at(pool.tensor, block, offset)).isnan().all(), (block, offset)
 
 
 # ---------------------------------------------------------------------------------------------------------- whole steps

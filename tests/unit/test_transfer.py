@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from kernels.tile_layouts import LANES16
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Unavailable
 from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, Incarnation, RequestId, WorkerId
@@ -15,6 +18,7 @@ from shared.engine.worker_fake import FakePool
 from shared.kv.handoff import Pull, PullItem
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.kv.transfer import PeerPool, SharedMemoryTransport, digest_blocks, owner_lives, zero_rest
+from tests.native import token_at
 
 GROUPS = (LayerGroup("full", (0, 1), 2, 4, 8, "float32"),)
 ATTEMPT = Attempt(RequestId("req-a"), Epoch(1), Dispatch(1))
@@ -79,6 +83,22 @@ def test_the_rest_of_a_tail_is_zero(tmp_path: Path) -> None:
     fill(source.span(0, 4), 3)
     assert transport.pull(pull_of(source, 4, valid=3), [[2]], ()).bad == ((0, 0),), "residue was not part of the deal"
     transport.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_rest_of_a_tail_is_zero_where_kernels_lay_tokens_side_by_side(dtype: str) -> None:
+    group = LayerGroup("full", (0, 1), 2, 4, 32, dtype, tile_layout=LANES16)
+    pool = torch.ones(1, 2, 2, 2, 32, 4, dtype=getattr(torch, dtype))
+    zero_rest(memoryview(pool.view(torch.uint8).numpy()).cast("B"), group, 19)
+    for layer, token in itertools.product(range(2), range(32)):
+        for part in token_at(pool[:, layer:], 0, token):
+            assert torch.equal(part, torch.full_like(part, float(token < 19))), (layer, token)
+
+
+def test_an_unknown_tile_layout_is_refused() -> None:
+    group = LayerGroup("full", (0,), 1, 4, 32, "bfloat16", tile_layout="columns")
+    with pytest.raises(ValueError, match="columns"):
+        zero_rest(memoryview(bytearray(group.span_bytes)), group, 3)
 
 
 def test_a_new_incarnation_is_mapped_anew(tmp_path: Path) -> None:
