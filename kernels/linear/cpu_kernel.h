@@ -10,11 +10,10 @@
 #include "native/model.h"
 #include "native/simd.h"
 
-enum { TILE_ROWS = 12 };
+enum { TILE_ROWS = LANE_REGISTERS >= 32 ? 12 : 3 };
 /* Rows of an item lie in the second-level cache together, and there are at most so many. */
 enum { PANEL_BYTES = 480 * 1024, PANEL_ROWS = 192 };
 enum { MAX_SUM = 32 };
-enum { PREFETCH_BYTES = 2048 };
 
 /* What becomes of the sums of a block of 32 outputs. */
 enum {
@@ -78,7 +77,7 @@ INLINE void NAME(tile)(const int rows, const element *x, long stride, const elem
 }
 
 #define TILE_OF(n) \
-    case n: NAME(tile)(n, x, stride, w, in, sums); break;
+    case n: NAME(tile)(ROWS_OF(n, TILE_ROWS), x, stride, w, in, sums); break;
 
 static void NAME(tiles)(int rows, const element *x, long stride, const element *w, long in,
                         float sums[TILE_ROWS][BLOCK]) {
@@ -89,30 +88,47 @@ static void NAME(tiles)(int rows, const element *x, long stride, const element *
 }
 #undef TILE_OF
 
-/* One row's 32 sums of block `block` into y. */
-INLINE void NAME(finish)(const NAME(product) *p, long block, long row, const float *sums) {
-    lanes v[2] = {load(sums), load(sums + LANES)};
-    if (p->linear->bias)
-        for (int h = 0; h < 2; h++)
-            v[h] = add(v[h], load(p->linear->bias + block * BLOCK + h * LANES));
+/* 16 sums each of `rows` rows, biased, to where they go: y is the first row's place. `kind` is a constant here. */
+INLINE void NAME(finish_half)(const NAME(product) *p, const int kind, char *y, int rows, lane_mask mask,
+                              const float (*sums)[BLOCK], lanes bias) {
+    const long stride = p->y_stride * (kind == TO_ELEMENTS ? (long)sizeof(element) : (long)sizeof(float));
+    for (int m = 0; m < rows; m++, y += stride) {
+        const lanes v = add(load(sums[m]), bias);
+        if (kind == TO_ELEMENTS)
+            store_lanes((element *)y, mask, v);
+        else
+            store_part((float *)y, mask, kind == TO_FLOATS ? v : add(load_part((float *)y, mask), v));
+    }
+}
+
+INLINE void NAME(finish_gated)(const NAME(product) *p, long block, long row, int rows, const float (*sums)[BLOCK],
+                               lanes gate_bias, lanes up_bias) {
+    const lane_mask mask = first_lanes(p->linear->out / 2 - block * LANES);
+    element *y = (element *)p->y + row * p->y_stride + block * LANES;
+    for (int m = 0; m < rows; m++, y += p->y_stride)
+        store_lanes(y, mask, silu_mul(add(load(sums[m]), gate_bias), add(load(sums[m] + LANES), up_bias)));
+}
+
+/* The sums of block `block` for rows from `row` on into y. */
+static void NAME(finish)(const NAME(product) *p, long block, long row, int rows, const float (*sums)[BLOCK]) {
+    lanes bias[2];
+    for (int h = 0; h < 2; h++) /* minus zero changes nothing */
+        bias[h] = p->linear->bias ? load(p->linear->bias + block * BLOCK + h * LANES) : fill(-0.0f);
     if (p->kind == TO_GATED) {
-        const long first = block * LANES;
-        const lane_mask mask = first_lanes(p->linear->out / 2 - first);
-        store_lanes((element *)p->y + row * p->y_stride + first, mask, silu_mul(v[0], v[1]));
+        NAME(finish_gated)(p, block, row, rows, sums, bias[0], bias[1]);
         return;
     }
     for (int h = 0; h < 2; h++) {
-        const long first = block * BLOCK + h * LANES;
+        const long first = block * BLOCK + h * LANES, at = row * p->y_stride + first;
         const lane_mask mask = first_lanes(p->linear->out - first);
+        const float (*half)[BLOCK] = (const float (*)[BLOCK])(sums[0] + h * LANES);
         if (!mask) return;
-        const long at = row * p->y_stride + first;
-        float *y = (float *)p->y + at;
         if (p->kind == TO_ELEMENTS)
-            store_lanes((element *)p->y + at, mask, v[h]);
+            NAME(finish_half)(p, TO_ELEMENTS, (char *)((element *)p->y + at), rows, mask, half, bias[h]);
         else if (p->kind == TO_FLOATS)
-            store_part(y, mask, v[h]);
+            NAME(finish_half)(p, TO_FLOATS, (char *)((float *)p->y + at), rows, mask, half, bias[h]);
         else
-            store_part(y, mask, add(load_part(y, mask), v[h]));
+            NAME(finish_half)(p, TO_SUM, (char *)((float *)p->y + at), rows, mask, half, bias[h]);
     }
 }
 
@@ -173,7 +189,7 @@ static void NAME(product_item)(const void *argument, long item, int thread) {
             NAME(tiles)(rows, p->x + row * p->x_stride, p->x_stride, w, linear->in, sums);
         else
             quantized_tile(rows, linear, quantized_at(p->quantized, linear, p->rows, row), block, sums);
-        for (int m = 0; m < rows; m++) NAME(finish)(p, block, row + m, sums[m]);
+        NAME(finish)(p, block, row, rows, (const float (*)[BLOCK])sums);
     }
 }
 

@@ -17,10 +17,11 @@
 #include "native/model.h"
 #include "native/simd.h"
 
-enum { BLOCK = 32, QUANTIZED_ROWS = 8 };
+/* With 32 registers a tile's sums stay in them, those of a group and those of all. */
+enum { BLOCK = 32, QUANTIZED_ROWS = LANE_REGISTERS >= 32 ? 6 : 2 };
+enum { PREFETCH_BYTES = 2048 };
 enum { CHUNK = 512 }; /* inputs of a tile that are quantized together: a multiple of every size of groups */
-enum { QUANTIZED_AHEAD = 3072 };
-/* A group whose magnitudes are all below is taken as zeros: the inverse of its scale would not be finite. */
+/* What the largest magnitude of a group is at least taken for: the inverse of its scale would not be finite. */
 static const float SMALLEST = 1e-30f;
 
 typedef struct {
@@ -47,25 +48,77 @@ INLINE quantized_rows quantized_at(void *memory, const baton_linear *linear, lon
 
 /* ------------------------------------------------------------------------------------------------- quantizing of rows */
 
-/* `size` inputs of a row, of which `count` exist; `strange` becomes NaN for a value that is not finite. */
-INLINE void NAME(quantize_group)(const element *x, long count, long size, int8_t *to, float *scale, float *sum,
-                                 lanes *strange) {
-    lanes top = zeros(), total = zeros();
-    for (long i = 0; i < count; i += LANES) {
+/* A tile's chunk of inputs while it is quantized: `groups` groups a row, row after row. */
+enum { MOST_GROUPS = QUANTIZED_ROWS * CHUNK / 32 };
+typedef struct {
+    _Alignas(64) int8_t flat[QUANTIZED_ROWS][CHUNK];
+    _Alignas(64) float scales[MOST_GROUPS], inverses[MOST_GROUPS];
+    _Alignas(64) int32_t sums[MOST_GROUPS];
+    words16 parts[MOST_GROUPS]; /* of a group: 16 magnitudes the largest is among, or 16 sums that make its own */
+} quantizing;
+
+/* 16 magnitudes that the largest of a group is among; `strange` becomes NaN for a value that is not finite. */
+INLINE words16 NAME(largest)(const element *x, long count, long size, lanes *strange) {
+    lanes top = zeros(), odd = *strange;
+    #pragma GCC unroll 8
+    for (long i = 0; i < size; i += LANES) {
         const lanes v = load_lanes(x + i, first_lanes(count - i));
         top = higher(magnitude(v), top);
-        *strange = fused(v, zeros(), *strange);
+        odd = fused(v, zeros(), odd);
     }
-    const float largest = top_lane(top);
-    *scale = largest / 127.0f;
-    const lanes inverse = fill(largest >= SMALLEST ? 127.0f / largest : 0.0f);
+    *strange = odd;
+    return bits_of(top);
+}
+
+INLINE void NAME(find_largest)(const element *x, long count, long size, long groups, words16 *parts, lanes *strange) {
+    for (long g = 0; g < groups; g++, x += size, count -= size)
+        parts[g] = count >= size ? NAME(largest)(x, size, size, strange) : NAME(largest)(x, count, size, strange);
+}
+
+INLINE void scales_of(quantizing *q, long count) {
+    words16 lane[LANES];
+    for (long i = 0; i < count; i += LANES) {
+        transpose(q->parts + i, lane);
+        lanes top = fill(SMALLEST);
+        for (int j = 0; j < LANES; j++) top = higher(lanes_of(lane[j]), top);
+        store(q->scales + i, divide(top, fill(127.0f)));
+        store(q->inverses + i, divide(fill(127.0f), top));
+    }
+}
+
+INLINE void NAME(round_group)(const element *x, long count, long size, lanes inverse, int8_t *to) {
+    #pragma GCC unroll 8
     for (long i = 0; i < size; i += LANES) {
         /* the bound is for NaN, which has no integer */
-        const words16 q = to_ints(higher(mul(load_lanes(x + i, first_lanes(count - i)), inverse), fill(-127.0f)));
-        total = add(total, to_floats(q));
-        store_bytes(to + i, first_lanes(LANES), q);
+        const lanes v = higher(mul(load_lanes(x + i, first_lanes(count - i)), inverse), fill(-127.0f));
+        store_bytes(to + i, first_lanes(LANES), to_ints(v));
     }
-    *sum = sum_lanes(total);
+}
+
+INLINE void NAME(round_groups)(const element *x, long count, long size, long groups, const float *inverses,
+                               int8_t *to) {
+    for (long g = 0; g < groups; g++, x += size, count -= size, to += size)
+        if (count >= size)
+            NAME(round_group)(x, size, size, fill(inverses[g]), to);
+        else
+            NAME(round_group)(x, count, size, fill(inverses[g]), to);
+}
+
+INLINE void sum_groups(quantizing *q, long size, long groups, int rows) {
+    const words16 ones = fill_words(0x01010101);
+    for (int m = 0; m < rows; m++)
+        for (long g = 0; g < groups; g++) {
+            const int8_t *from = q->flat[m] + g * size;
+            words16 sum = dot_u8s8(zero_words(), ones, load_words_part(from, first_lanes(size / 4)));
+            if (size > 64) sum = dot_u8s8(sum, ones, load_words(from + 64));
+            q->parts[m * groups + g] = sum;
+        }
+    for (long i = 0; i < rows * groups; i += LANES) {
+        words16 lane[LANES], sum = zero_words();
+        transpose(q->parts + i, lane);
+        for (int j = 0; j < LANES; j++) sum = add_words(sum, lane[j]);
+        store_words(q->sums + i, sum);
+    }
 }
 
 /* Words of `rows` rows, `count` each, into turns. */
@@ -84,26 +137,44 @@ INLINE void interleave(int8_t flat[QUANTIZED_ROWS][CHUNK], int rows, long count,
     }
 }
 
-/* Inputs from `chunk` * CHUNK on of a tile of `rows` rows. */
+/* Inputs from `chunk` * CHUNK on of a tile of `rows` rows; `size` is a constant wherever this is expanded. */
+INLINE void NAME(quantize_groups)(const long size, const baton_linear *linear, const element *x, long stride, int rows,
+                                  long chunk, quantized_rows to) {
+    const long first = chunk * (CHUNK / size);
+    const long groups = smaller(group_count(linear) - first, CHUNK / size), left = linear->in - first * size;
+    lanes strange[QUANTIZED_ROWS];
+    quantizing q;
+    x += first * size;
+    for (int m = 0; m < rows; m++) {
+        strange[m] = zeros();
+        NAME(find_largest)(x + m * stride, left, size, groups, q.parts + m * groups, &strange[m]);
+    }
+    for (long i = rows * groups; i % LANES; i++) q.parts[i] = zero_words();
+    scales_of(&q, rows * groups);
+    for (int m = 0; m < rows; m++)
+        NAME(round_groups)(x + m * stride, left, size, groups, q.inverses + m * groups, q.flat[m]);
+    sum_groups(&q, size, groups, rows);
+    for (int m = 0; m < rows; m++) {
+        q.scales[m * groups] += sum_lanes(strange[m]);
+        for (long g = 0; g < groups; g++) {
+            const long from = m * groups + g, at = (first + g) * rows + m;
+            to.scales[at] = q.scales[from];
+            if (linear->format == FORMAT_INT8)
+                ((int32_t *)to.sums)[at] = -128 * q.sums[from];
+            else
+                ((float *)to.sums)[at] = q.scales[from] * (float)q.sums[from];
+        }
+    }
+    interleave(q.flat, rows, groups * size / 4, to.values + first * size * rows);
+}
+
 static void NAME(quantize_tile)(const baton_linear *linear, const element *x, long stride, int rows, long chunk,
                                 quantized_rows to) {
-    const long size = linear->group, groups = group_count(linear);
-    const long first = chunk * (CHUNK / size), last = smaller(groups, first + CHUNK / size);
-    _Alignas(64) int8_t flat[QUANTIZED_ROWS][CHUNK];
-    for (int m = 0; m < rows; m++) {
-        lanes strange = zeros();
-        for (long g = first; g < last; g++) {
-            float *scale = to.scales + g * rows + m, sum;
-            NAME(quantize_group)(x + m * stride + g * size, smaller(size, linear->in - g * size), size,
-                                 flat[m] + (g - first) * size, scale, &sum, &strange);
-            if (linear->format == FORMAT_INT8)
-                ((int32_t *)to.sums)[g * rows + m] = -128 * (int32_t)sum;
-            else
-                ((float *)to.sums)[g * rows + m] = *scale * sum;
-        }
-        to.scales[first * rows + m] += sum_lanes(strange);
+    switch (linear->group) {
+        case 32: NAME(quantize_groups)(32, linear, x, stride, rows, chunk, to); break;
+        case 64: NAME(quantize_groups)(64, linear, x, stride, rows, chunk, to); break;
+        default: NAME(quantize_groups)(128, linear, x, stride, rows, chunk, to);
     }
-    interleave(flat, rows, (last - first) * size / 4, to.values + first * size * rows);
 }
 
 /* --------------------------------------------------------------------------------------------------------- products */
@@ -125,8 +196,8 @@ INLINE void int8_tile(const int rows, const baton_linear *linear, quantized_rows
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = word(corrections + m);
         for (long k = 0; k < words; k++, w += BLOCK * 4, v += rows * 4) {
-            ask(w + QUANTIZED_AHEAD);
-            ask(w + QUANTIZED_AHEAD + 64);
+            ask(w + PREFETCH_BYTES);
+            ask(w + PREFETCH_BYTES + 64);
             const words16 w0 = load_words(w), w1 = load_words(w + 64);
 #pragma GCC unroll 8
             for (int m = 0; m < rows; m++) {
@@ -138,9 +209,8 @@ INLINE void int8_tile(const int rows, const baton_linear *linear, quantized_rows
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++)
 #pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) {
+            for (int h = 0; h < 2; h++)
                 total[m][h] = fused(to_floats(acc[m][h]), fill(factors[m]), total[m][h]);
-            }
     }
 #pragma GCC unroll 8
     for (int m = 0; m < rows; m++)
@@ -162,19 +232,17 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = zero_words();
         for (long k = 0; k < words; k += 2, w += BLOCK * 4, v += rows * 8) {
-            ask(w + QUANTIZED_AHEAD);
-            ask(w + QUANTIZED_AHEAD + 64);
+            ask(w + PREFETCH_BYTES);
+            ask(w + PREFETCH_BYTES + 64);
             const words16 w0 = load_words(w), w1 = load_words(w + 64);
-            const words16 first0 = and_words(w0, lower_nibbles), first1 = and_words(w1, lower_nibbles);
-            const words16 second0 = and_words(shift_right(w0, 4), lower_nibbles);
-            const words16 second1 = and_words(shift_right(w1, 4), lower_nibbles);
+            const words16 low0 = and_words(w0, lower_nibbles), low1 = and_words(w1, lower_nibbles);
+            const words16 high0 = and_words(shift_right(w0, 4), lower_nibbles);
+            const words16 high1 = and_words(shift_right(w1, 4), lower_nibbles);
 #pragma GCC unroll 8
             for (int m = 0; m < rows; m++) {
-                const words16 first = word(v + m * 4), second = word(v + (rows + m) * 4);
-                acc[m][0] = dot_u8s8(acc[m][0], first0, first);
-                acc[m][1] = dot_u8s8(acc[m][1], first1, first);
-                acc[m][0] = dot_u8s8(acc[m][0], second0, second);
-                acc[m][1] = dot_u8s8(acc[m][1], second1, second);
+                const words16 low = word(v + m * 4), high = word(v + (rows + m) * 4);
+                acc[m][0] = dot_u7s8(dot_u7s8(acc[m][0], low0, low), high0, high);
+                acc[m][1] = dot_u7s8(dot_u7s8(acc[m][1], low1, low), high1, high);
             }
         }
         const float *factors = x.scales + g * rows, *totals = (const float *)x.sums + g * rows;
@@ -194,15 +262,17 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
     }
 }
 
+/* A constant up to what a tile has at most: cases beyond it are never reached. */
+#define ROWS_OF(n, most) ((n) < (most) ? (n) : (most))
 #define TILE_OF(n) \
-    case n: if (linear->format == FORMAT_INT8) int8_tile(n, linear, x, block, sums); \
-            else int4_tile(n, linear, x, block, sums); \
+    case n: if (linear->format == FORMAT_INT8) int8_tile(ROWS_OF(n, QUANTIZED_ROWS), linear, x, block, sums); \
+            else int4_tile(ROWS_OF(n, QUANTIZED_ROWS), linear, x, block, sums); \
             break;
 
 static void quantized_tile(int rows, const baton_linear *linear, quantized_rows x, long block,
                            float sums[QUANTIZED_ROWS][BLOCK]) {
     switch (rows) {
-        TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6) TILE_OF(7) TILE_OF(8)
+        TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
     }
 }
 #undef TILE_OF

@@ -21,7 +21,7 @@ INT8_GROUP = 64
 """Inputs of a row that share a scale where weights are int8. One for the whole row costs a small model five times the
 divergence, see docs/results/quality.txt."""
 SMALLEST = 1e-30
-"""A group of a row whose magnitudes are all below is taken as zeros."""
+"""What the largest magnitude of a group of a row is at least taken for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ def to_int4(weight: Tensor, group: int) -> Int4Weight:
 def quantized_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Rows as the kernels quantize them, bit for bit: [M, in] → [M, groups, group] int32 and [M, groups] float32."""
     padded = F.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -1, group)
-    largest = padded.abs().amax(2)
+    largest = padded.abs().amax(2).clamp_min_(SMALLEST)
     # not 127 / largest, which torch computes by a rounded reciprocal
-    inverse = torch.full_like(largest, 127.0).div_(largest.clamp_min(SMALLEST)).where(largest >= SMALLEST, 0.0)
+    inverse = torch.full_like(largest, 127.0).div_(largest)
     return (padded * inverse[:, :, None]).round().to(torch.int32), largest / 127.0
 
 
