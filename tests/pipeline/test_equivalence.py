@@ -84,7 +84,7 @@ def load(folder: Path, dtype: str, kernels: str) -> Model:
     """Native models compute on two threads: which of them makes a row must not show either."""
     if kernels:
         require_native()
-    return load_decoder(folder, dtype, kernels or "auto", threads=2)
+    return load_decoder(folder, dtype, kernels or "torch", threads=2)
 
 
 @pytest.fixture(scope="module")
