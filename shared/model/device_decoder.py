@@ -19,6 +19,7 @@ from kernels.attention.triton_attention import TritonPlan, attend
 from kernels.attention.triton_tuning import HEAD_DIMS
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.embedding.triton_kernel import embed
+from kernels.linear.triton_few_rows import MAX_ROWS, few_rows_linear
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm
 from kernels.rotary.triton_kernel import HeadNorm, rotary_store_kv
 from shared.contracts.errors import SettingsError
@@ -59,6 +60,7 @@ class DeviceDecoder:
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, torch.float32).to(self.device)
         self._offset = 1.0 if family.norm_offset else 0.0
         self._gate: Gate = "gelu_tanh" if family.gelu else "silu"
+        self._fusable = not family.post_norms and not family.num_experts
         # rounded as the checkpoint's own code rounds it
         scale = torch.tensor(config.hidden_size**0.5).to(self.dtype).item()
         self._embedding_scale = float(scale) if family.scaled_embedding else 1.0
@@ -83,6 +85,8 @@ class DeviceDecoder:
             [num_logits, vocab_size], of the model's dtype, or float32 where logits are capped.
         """
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        if step.token_ids.shape[0] <= MAX_ROWS and self._fusable:
+            return self._few_rows(step, samples, place, pools, plans)
         residual = embed(step.token_ids, step.token_source, samples, self.weights.embedding, self._embedding_scale)
         update: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
@@ -101,19 +105,53 @@ class DeviceDecoder:
         assert update is not None
         return self._logits(update, residual, step.logit_rows)
 
+    def _few_rows(
+        self,
+        step: DeviceStep,
+        samples: Tensor,
+        place: Mapping[int, tuple[int, int]],
+        pools: tuple[Tensor, ...],
+        plans: Plans,
+    ) -> Tensor:
+        """`forward` for a handful of rows: norms, gate and residual are part of the matrix products' launches."""
+        config, weights = self.config, self.weights
+        eps, offset = config.rms_norm_eps, self._offset
+        residual = embed(step.token_ids, step.token_source, samples, weights.embedding, self._embedding_scale)
+        for index, layer in enumerate(weights.layers):
+            assert layer.gate_up is not None
+            assert layer.down is not None
+            group, position = place[index]
+            plan, pool = plans[group, config.family.window(index)], pools[group][:, position]
+            qkv = few_rows_linear(residual, *layer.qkv, norm=layer.attention_norm, eps=eps, offset=offset)
+            heads = self._heads(qkv, layer, step, plan, step.slots[group], pool)
+            few_rows_linear(heads, *layer.o, residual=residual)
+            x = few_rows_linear(residual, *layer.gate_up, norm=layer.mlp_norm, eps=eps, offset=offset, gate=self._gate)
+            few_rows_linear(x, *layer.down, residual=residual)
+        if step.logit_rows.shape[0] == 0 or weights.head is None:
+            return self._logits(residual, residual, step.logit_rows)
+        wanted = residual.index_select(0, step.logit_rows)
+        logits = few_rows_linear(wanted, weights.head, norm=weights.norm, eps=eps, offset=offset)
+        return self._capped(logits)
+
     def _attend(
         self, x: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, pool: Tensor
     ) -> Tensor:
         """Self-attention of normalized rows: [num_rows, hidden] → the same; their K and V go to the pool."""
+        return _linear(self._heads(_linear(x, layer.qkv), layer, step, plan, slots, pool), layer.o)
+
+    def _heads(
+        self, qkv: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, pool: Tensor
+    ) -> Tensor:
+        """From queries, keys and values of all heads, one behind the other, to the heads' outputs side by side."""
         config = self.config
         heads, head_dim = config.num_q_heads, config.head_dim
-        qkv = _linear(x, layer.qkv).view(x.shape[0], heads + 2 * config.num_kv_heads, head_dim)
+        qkv = qkv.view(qkv.shape[0], heads + 2 * config.num_kv_heads, head_dim)
         norm = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norm = HeadNorm(layer.q_norm, layer.k_norm, config.rms_norm_eps, self._offset)
         rotary_store_kv(qkv, self._rotary, step.positions, pool, slots, heads, norm)
         out = attend(qkv[:, :heads], pool, plan, config.scale, config.family.score_cap)
-        return _linear(out.view(x.shape[0], heads * head_dim), layer.o)
+        return out.view(qkv.shape[0], heads * head_dim)
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """The gated feed-forward block, or the mixture of such, of normalized rows: [num_rows, hidden] → the same."""
@@ -130,7 +168,9 @@ class DeviceDecoder:
         if head is None:
             raise ValueError(f"{rows.shape[0]} rows of logits asked of a model loaded without its head")
         wanted = residual.index_select(0, rows)
-        logits = F.linear(self._add_norm(update.index_select(0, rows), wanted, self.weights.norm), head)
+        return self._capped(F.linear(self._add_norm(update.index_select(0, rows), wanted, self.weights.norm), head))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.family.logit_cap
         return torch.tanh(logits.float() / cap).mul_(cap) if cap else logits
 

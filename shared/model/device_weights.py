@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ class TensorSource(Protocol):
     def __getitem__(self, name: str) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A linear layer: y = x weight^T + bias."""
 
     weight: Tensor  # [out_features, in_features]
@@ -140,8 +139,8 @@ class _Loader:
 
 
 def _bytes(part: object) -> int:
-    """Bytes of all tensors in a dataclass of them."""
+    """Bytes of all tensors in a structure of them."""
     if isinstance(part, Tensor):
         return part.nbytes
-    names = getattr(part, "__slots__", ())
-    return sum(_bytes(getattr(part, name)) for name in names)
+    parts = part if isinstance(part, Matrix) else [getattr(part, name) for name in getattr(part, "__slots__", ())]
+    return sum(_bytes(each) for each in parts)
