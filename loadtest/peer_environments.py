@@ -66,20 +66,21 @@ class Environments:
     def install(self, say: Say) -> None:
         """Make what is not there. Raises Unavailable when a download or a build fails."""
         if not self.vllm.exists():
-            self._python(VLLM, "peers-vllm.txt", say)
+            self._python(VLLM, "peers-vllm.txt", say, UNUSABLE)
         if not self.plot.exists():
             self._python(PLOT, "peers-plot.txt", say)
         if not all(self.llama(name).exists() for name in LLAMA_TARGETS):
             self._build_llama(say)
 
-    def _python(self, name: str, pins: str, say: Say) -> None:
+    def _python(self, name: str, pins: str, say: Say, without: Sequence[str] = ()) -> None:
         folder = self.folder / name
         say(f"making {folder}")
         try:
             venv.create(folder, with_pip=True, clear=True)
             pip = [str(folder / "bin" / "python"), "-m", "pip"]
             _call([*pip, "install", "--quiet", "-r", str(REQUIREMENTS / pins)])
-            _call([*pip, "uninstall", "--quiet", "-y", *UNUSABLE])
+            if without:
+                _call([*pip, "uninstall", "--quiet", "-y", *without])
         except BaseException:
             # half an environment would pass for a whole one
             shutil.rmtree(folder, ignore_errors=True)

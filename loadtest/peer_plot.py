@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 COLOURS = {"baton": "#d1495b", "vllm": "#30638e", "llama.cpp": "#8d96a3", "transformers": "#edae49"}
-WIDTH, HEIGHT, BAR = 4.2, 3.0, 0.8
+WIDTH, LEAST, HEIGHT, BAR = 4.2, 7.0, 3.0, 0.8
 
 
 def panels(report: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
@@ -28,7 +28,7 @@ def main() -> int:
     found = panels(report)
     columns = min(3, max(1, len(found)))
     rows = -(-len(found) // columns) or 1
-    figure, axes = plt.subplots(rows, columns, figsize=(WIDTH * columns, HEIGHT * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(max(LEAST, WIDTH * columns), HEIGHT * rows), squeeze=False)
     for axis in axes.flat[len(found) :]:
         axis.set_axis_off()
     for axis, (title, contestants) in zip(axes.flat, found.items(), strict=False):
@@ -49,7 +49,8 @@ def _panel(axis: Any, title: str, contestants: dict[str, dict[str, float]]) -> N
         axis.bar_label(bars, fmt="%.0f", fontsize=7)
     axis.set_xticks(range(len(widths)), widths)
     axis.set_title(title, size=9)
-    axis.legend(fontsize=7)
+    axis.margins(y=0.2)
+    axis.legend(fontsize=7, loc="upper left")
     axis.spines[["top", "right"]].set_visible(False)
 
 
