@@ -54,9 +54,9 @@ def choose(setting: str, folder: Path | None = None) -> KernelChoice:
     """The kernels for a setting.
 
     Args:
-        setting: "reference" is plain torch, "torch" the fastest of torch's own, "native" the C library, or "torch" with
-            one line of warning where it cannot be had; "auto" is "torch".
-        folder: where "native" keeps what it builds.
+        setting: "reference" is plain torch, "torch" the fastest of torch's own, "native" and "auto" the C library, or
+            "torch" with one line of warning where it cannot be had.
+        folder: where the C library is kept; not needed for the others.
 
     Raises:
         UnknownKernels: `setting` is not one of `CHOICES`, or is "triton" where neither a card nor Triton's interpreter
@@ -69,7 +69,7 @@ def choose(setting: str, folder: Path | None = None) -> KernelChoice:
     if setting == "reference":
         return KernelChoice(linear="reference")
     linear = "onednn" if onednn.is_available() else "reference"
-    if setting == "native":
+    if setting in ("auto", "native"):
         assert folder is not None, "native kernels need a folder to be kept in"
         try:
             return KernelChoice(linear, open_library(folder))
