@@ -137,13 +137,16 @@ def test_rows_do_not_depend_on_their_company(quant: Quant, dtype: torch.dtype, s
     in_features, out_features = shape
     teams = [team_of(best_level(), threads) for threads in (1, 2, 3)]
     weight = packed(teams[0], [rand(0, out_features, in_features)], [rand(1, out_features)], dtype, quant)
-    x = rand(2, 400, in_features).to(dtype)
-    alone = torch.cat([product(teams[0], x[i : i + 1], weight) for i in range(400)])
+    x = rand(2, 200, in_features).to(dtype)
+    whole = product(teams[0], x, weight)
+    for i in range(0, 200, 9):
+        assert torch.equal(product(teams[0], x[i : i + 1], weight)[0], whole[i]), i
     for team in teams:
-        for count in (*range(1, 20), 64, 183, 184, 185, 191, 192, 193, 200, 400):
-            first = (count * 7) % (401 - count)
+        # around tiles and panels
+        for count in (*range(2, 14), 63, 185, 186, 187, 191, 192, 193):
+            first = (count * 7) % (201 - count)
             rows = product(team, x[first : first + count], weight)
-            assert torch.equal(rows, alone[first : first + count]), (count, team.threads)
+            assert torch.equal(rows, whole[first : first + count]), (count, team.threads)
 
 
 def test_extreme_rows_and_weights(team: Team, quant: Quant) -> None:
