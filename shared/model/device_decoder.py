@@ -20,6 +20,7 @@ from kernels.attention.triton_tuning import HEAD_DIMS
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.embedding.triton_kernel import embed
 from kernels.linear.triton_few_rows import MAX_ROWS, few_rows_linear
+from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm
 from kernels.rotary.triton_kernel import HeadNorm, rotary_store_kv
 from shared.contracts.errors import SettingsError
@@ -156,7 +157,9 @@ class DeviceDecoder:
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """The gated feed-forward block, or the mixture of such, of normalized rows: [num_rows, hidden] → the same."""
         if layer.experts is not None:
-            raise NotImplementedError
+            mixture = layer.experts
+            ids, shares = route(F.linear(x, mixture.router), self.config.family.experts_per_token)
+            return experts(x, mixture.gate_up, mixture.down, ids, shares, self._gate)
         assert layer.gate_up is not None
         assert layer.down is not None
         return _linear(gate_mul(_linear(x, layer.gate_up), self._gate), layer.down)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.linear.triton_weights import DeviceWeight
 from shared.model.checkpoint import EMBEDDING, HEAD, MOE
 from shared.model.config import ModelConfig
 
@@ -30,8 +31,8 @@ class Experts:
     """A mixture's feed-forward blocks and the router that picks among them."""
 
     router: Tensor  # [num_experts, hidden]
-    gate_up: Tensor  # [num_experts, 2 * width, hidden], gate first
-    down: Tensor  # [num_experts, hidden, width]
+    gate_up: DeviceWeight  # [num_experts, 2 * width, hidden], gate first
+    down: DeviceWeight  # [num_experts, hidden, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,11 @@ class _Loader:
             gate_up[i, :width].copy_(self._source[f"{expert}.w1.weight"])
             gate_up[i, width:].copy_(self._source[f"{expert}.w3.weight"])
             down[i].copy_(self._source[f"{expert}.w2.weight"])
-        return Experts(self.tensor(f"{prefix}.gate.weight"), gate_up, down)
+        return Experts(
+            self.tensor(f"{prefix}.gate.weight"),
+            DeviceWeight("plain", gate_up, hidden, 2 * width),
+            DeviceWeight("plain", down, width, hidden),
+        )
 
 
 def _bytes(part: object) -> int:

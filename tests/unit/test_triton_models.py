@@ -68,7 +68,13 @@ def gemma2() -> Any:
     return Gemma2ForCausalLM(config)
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2}
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {"llama": llama, "qwen3": qwen3, "gemma2": gemma2, "mixtral": mixtral}
 
 
 def save(make: Callable[[], Any], folder: Path) -> Any:
