@@ -22,8 +22,10 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.linear.triton_parts import finished, split_features, split_sum
-from kernels.linear.triton_weights import FP8_MAX, INT8_MAX, DeviceWeight
+from kernels.chip import multiprocessors
+from kernels.linear.triton_parts import BLOCK_N, finished, split_features, split_sum
+from kernels.linear.triton_weights import DeviceWeight
+from kernels.triton_rounding import rounded, row_scale
 
 MAX_FEATURES = 131072
 """Products of int8 summed over so many fit 32 bits."""
@@ -45,6 +47,7 @@ def split_linear_kernel(
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     ACC: tl.constexpr,
+    EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -56,8 +59,8 @@ def split_linear_kernel(
     m_n, m_m = o_n < out_features, o_m < num_rows
     b_sum = split_sum(
         x_ptr, w_ptr, scale_ptr, zero_ptr, o_m * x_row, m_m, o_n, m_n, i_s * split,
-        tl.minimum(i_s * split + split, in_features), in_features, out_features, GROUP, HAS_ZERO, ACC, BLOCK_K,
-        BLOCK_N, BLOCK_M,
+        tl.minimum(i_s * split + split, in_features), in_features, out_features, GROUP, HAS_ZERO, ACC, EVEN_K,
+        BLOCK_K, BLOCK_N, BLOCK_M,
     )  # fmt: skip
     p_part = part_ptr + (i_s.to(tl.int64) * num_rows + o_m[:, None]) * out_features + o_n[None, :]
     tl.store(p_part, tl.trans(b_sum), mask=m_m[:, None] & m_n[None, :])
@@ -111,6 +114,8 @@ def tile_linear_kernel(
     HAS_ROW_SCALE: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -128,13 +133,19 @@ def tile_linear_kernel(
         o_n = i_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         m_n, m_m = o_n < out_features, o_m < num_rows
-        b_sum = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
-        for first in range(0, in_features, split):
-            b_sum += split_sum(
-                x_ptr, w_ptr, scale_ptr, zero_ptr, o_m * x_row, m_m, o_n, m_n, first,
-                tl.minimum(first + split, in_features), in_features, out_features, GROUP, HAS_ZERO, ACC, BLOCK_K,
-                BLOCK_N, BLOCK_M,
+        if ONE_SPLIT:
+            b_sum = split_sum(
+                x_ptr, w_ptr, scale_ptr, zero_ptr, o_m * x_row, m_m, o_n, m_n, 0, in_features, in_features,
+                out_features, GROUP, HAS_ZERO, ACC, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
             )  # fmt: skip
+        else:
+            b_sum = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
+            for first in range(0, in_features, split):
+                b_sum += split_sum(
+                    x_ptr, w_ptr, scale_ptr, zero_ptr, o_m * x_row, m_m, o_n, m_n, first,
+                    tl.minimum(first + split, in_features), in_features, out_features, GROUP, HAS_ZERO, ACC, EVEN_K,
+                    BLOCK_K, BLOCK_N, BLOCK_M,
+                )  # fmt: skip
         b_y = finished(
             tl.trans(b_sum), row_scale_ptr, column_scale_ptr, bias_ptr, o_m, m_m, o_n, m_n, HAS_ROW_SCALE,
             HAS_COLUMN_SCALE, HAS_BIAS,
@@ -144,23 +155,12 @@ def tile_linear_kernel(
 
 
 @triton.jit
-def _rounded_e4m3(b_x):
-    """To the nearest of three bits after the point, halves to even, so that no cast has anything left to round."""
-    bits = b_x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    # below the smallest normal number steps are even: 2**-9
-    small = b_x + 24576.0 - 24576.0
-    return tl.where(tl.abs(b_x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-
-
-@triton.jit
 def quantize_rows_kernel(
     x_ptr,  # [num_rows, width], rows contiguous
     q_ptr,  # [num_rows, width] int8 or float8, written
     scale_ptr,  # [num_rows] float32, written
     x_row: tl.int64,
     width,
-    LARGEST: tl.constexpr,
     IS_INT8: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two >= width
 ):
@@ -169,18 +169,10 @@ def quantize_rows_kernel(
     o_w = tl.arange(0, BLOCK)
     m_w = o_w < width
     b_x = tl.load(x_ptr + i_r * x_row + o_w, mask=m_w, other=0.0).to(tl.float32)  # [BLOCK]
-    top = tl.max(tl.abs(b_x), axis=0)
-    scale = tl.where(top > 0, top / LARGEST, 1.0)
-    broken = tl.max((b_x != b_x).to(tl.int32), axis=0)
-    # one value that is not a number spoils its row, and only that
-    tl.store(scale_ptr + i_r, tl.where(broken > 0, float("nan"), scale))
-    b_q = tl.div_rn(b_x, scale)
-    b_q = tl.where(b_q == b_q, tl.minimum(tl.maximum(b_q, -LARGEST), LARGEST), 0.0)
-    if IS_INT8:
-        # to the nearest, halves to even
-        b_q = b_q + 12582912.0 - 12582912.0
-    else:
-        b_q = _rounded_e4m3(b_q)
+    # one value that is not finite spoils its row, and only that
+    scale = row_scale(tl.max(tl.abs(b_x), axis=0), tl.sum(b_x, axis=0), IS_INT8)
+    tl.store(scale_ptr + i_r, scale)
+    b_q = rounded(tl.div_rn(b_x, scale), IS_INT8)
     tl.store(q_ptr + i_r * width + o_w, b_q.to(q_ptr.dtype.element_ty), mask=m_w)
 
 
@@ -195,14 +187,13 @@ class Shape:
     num_stages: int
 
 
-def launch_shape(weight: DeviceWeight, num_rows: int, split_grid: bool) -> Shape:
+def launch_shape(weight: DeviceWeight, num_rows: int) -> Shape:
     """Tiles for a weight and a row count."""
     block_k = 64 if weight.kind == "plain" else 128
     if weight.data.dtype == torch.float32:
         block_k = 32
-    if split_grid or num_rows <= 64:
-        block_m = min(max(triton.next_power_of_2(num_rows), 16), 64)
-        return Shape(64, block_m, block_k, 4, 4)
+    if num_rows <= 64:
+        return Shape(BLOCK_N, max(triton.next_power_of_2(num_rows), 16), block_k, 4, 4)
     return Shape(128, 128, block_k, 8, 3)
 
 
@@ -235,7 +226,6 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             scale_ptr=scales,
             x_row=x.stride(0),
             width=width,
-            LARGEST=INT8_MAX if dtype == torch.int8 else FP8_MAX,
             IS_INT8=dtype == torch.int8,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
@@ -266,12 +256,12 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
     row_scales: Tensor | None = None
     if weight.kind in ("w8a8", "fp8"):
         x, row_scales = quantize_rows(x, weight.data.dtype)
-    split = split_features(weight.in_features, out_features)
+    split = split_features(weight.kind, weight.in_features, out_features)
     splits = triton.cdiv(weight.in_features, split)
     exact = weight.kind == "w8a8"
     column_scales = None if weight.kind == "int4" else weight.scales
     split_grid = splits > 1 and num_rows <= _SPLIT_ROWS
-    shape = launch_shape(weight, num_rows, split_grid)
+    shape = launch_shape(weight, num_rows)
     source = {
         "x_ptr": x,
         "w_ptr": weight.data,
@@ -284,6 +274,7 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
         "x_row": x.stride(0),
         "GROUP": weight.group,
         "HAS_ZERO": weight.zeros is not None,
+        "EVEN_K": weight.in_features % shape.block_k == 0,
         "BLOCK_K": shape.block_k,
         "BLOCK_N": shape.block_n,
         "BLOCK_M": shape.block_m,
@@ -302,9 +293,10 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
     }
     tiles_n, tiles_m = triton.cdiv(out_features, shape.block_n), triton.cdiv(num_rows, shape.block_m)
     if not split_grid:
-        tiles = tiles_n * tiles_m
-        grid = min(programs or processors(x.device), tiles)
-        tile_linear_kernel[(grid,)](**source, **finish, TILE_GROUP=_TILE_GROUP)
+        # small tiles run side by side on a multiprocessor: a persistent grid would leave it waiting for memory
+        together = programs or (tiles_n * tiles_m if num_rows <= 64 else multiprocessors(x.device) or 4)
+        grid = (min(together, tiles_n * tiles_m),)
+        tile_linear_kernel[grid](**source, **finish, ONE_SPLIT=splits == 1, TILE_GROUP=_TILE_GROUP)
         return y
     dtype = torch.int32 if exact else torch.float32
     parts = torch.empty((splits, num_rows, out_features), dtype=dtype, device=x.device)
@@ -319,11 +311,6 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
         num_warps=4,
     )
     return y
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _check(x: Tensor, weight: DeviceWeight) -> None:

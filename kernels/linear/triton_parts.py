@@ -13,14 +13,16 @@ import triton.language as tl
 
 BLOCK_N = 64
 """Weight rows of a tile for few rows of x; splits are sized for it."""
-_PROGRAMS = 264
-"""Two for each multiprocessor of the largest chip we know. A constant, so that all chips cut alike."""
+_PROGRAMS = {"int8": 528, "int4": 528}
+_FEW_PROGRAMS = 264
+"""Programs wanted for a row of x: two for each multiprocessor of the largest chip we know, four where each has to
+unpack. Constants, so that all chips cut alike."""
 _MIN_SPLIT = 512
 
 
-def split_features(in_features: int, out_features: int) -> int:
+def split_features(kind: str, in_features: int, out_features: int) -> int:
     """Input features of a split, a multiple of 128: small where few weight rows would leave a chip idle."""
-    splits = max(_PROGRAMS // -(-out_features // BLOCK_N), 1)
+    splits = max(_PROGRAMS.get(kind, _FEW_PROGRAMS) // -(-out_features // BLOCK_N), 1)
     size = max(-(-in_features // splits), min(_MIN_SPLIT, in_features))
     return -(-size // 128) * 128
 
@@ -42,6 +44,7 @@ def split_sum(
     GROUP: tl.constexpr,  # of int4; 0 = data is [out, in]
     HAS_ZERO: tl.constexpr,
     ACC: tl.constexpr,
+    EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -53,7 +56,7 @@ def split_sum(
         p_w = w_ptr + o_n[:, None] * in_features + o_k[None, :]
         p_x = x_ptr + o_x[None, :] + o_k[:, None]
         for k in range(first, last, BLOCK_K):
-            m_k = o_k < last - k
+            m_k = (o_k >= 0) if EVEN_K else (o_k < last - k)
             b_w = tl.load(p_w + k, mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BLOCK_N, BLOCK_K]
             b_x = tl.load(p_x + k, mask=m_k[:, None] & m_x[None, :], other=0.0)  # [BLOCK_K, BLOCK_M]
             b_acc = _add_product(b_acc, b_w, b_x, ACC)
@@ -62,21 +65,24 @@ def split_sum(
         o_h = tl.arange(0, HALF)
         p_w = w_ptr + o_n[:, None] * HALF + o_h[None, :]
         p_x = x_ptr + o_x[None, :] + o_h[:, None]
-        for i_g in range(first // GROUP, last // GROUP):
-            # int64: a matrix may hold more than 2**31 values
-            o_g = (i_g + tl.zeros([], tl.int64)) * out_features
-            b_q = tl.load(p_w + o_g * HALF, mask=m_n[:, None], other=0)  # [BLOCK_N, HALF]
-            b_low = tl.load(p_x + i_g * GROUP, mask=m_x[None, :], other=0.0)  # [HALF, BLOCK_M]
-            b_high = tl.load(p_x + i_g * GROUP + HALF, mask=m_x[None, :], other=0.0)  # [HALF, BLOCK_M]
-            o_s = o_g + o_n
-            b_scale = tl.load(scale_ptr + o_s, mask=m_n, other=0).to(tl.float32)
-            if HAS_ZERO:
-                b_zero = tl.load(zero_ptr + o_s, mask=m_n, other=0).to(tl.float32)
-            else:
-                b_zero = tl.full([BLOCK_N], 8.0, tl.float32)
-            b_part = tl.dot(_steps(b_q & 15, b_zero).to(b_low.dtype), b_low, input_precision="ieee")
-            b_part = tl.dot(_steps(b_q >> 4, b_zero).to(b_low.dtype), b_high, b_part, input_precision="ieee")
-            b_acc += b_part * b_scale[:, None]
+        GROUPS: tl.constexpr = BLOCK_K // GROUP
+        for k in range(first, last, BLOCK_K):
+            for i in tl.static_range(GROUPS):
+                # int64: a matrix may hold more than 2**31 values
+                i_g = k // GROUP + i + tl.zeros([], tl.int64)
+                m_g = (i_g >= 0) if EVEN_K else (k + i * GROUP < last)
+                o_s = i_g * out_features + o_n
+                b_q = tl.load(p_w + i_g * out_features * HALF, mask=m_n[:, None] & m_g, other=0)  # [BLOCK_N, HALF]
+                b_low = tl.load(p_x + i_g * GROUP, mask=m_x[None, :] & m_g, other=0.0)  # [HALF, BLOCK_M]
+                b_high = tl.load(p_x + i_g * GROUP + HALF, mask=m_x[None, :] & m_g, other=0.0)  # [HALF, BLOCK_M]
+                b_scale = tl.load(scale_ptr + o_s, mask=m_n & m_g, other=0.0).to(tl.float32)
+                if HAS_ZERO:
+                    b_zero = tl.load(zero_ptr + o_s, mask=m_n & m_g, other=0.0).to(tl.float32)
+                else:
+                    b_zero = tl.full([BLOCK_N], 8.0, tl.float32)
+                b_part = tl.dot(_steps(b_q & 15, b_zero).to(b_low.dtype), b_low, input_precision="ieee")
+                b_part = tl.dot(_steps(b_q >> 4, b_zero).to(b_low.dtype), b_high, b_part, input_precision="ieee")
+                b_acc += b_part * b_scale[:, None]
     return b_acc
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import FLOATS, KernelArgumentError, check_contiguous, check_dtype, check_range, check_shape
+from kernels.triton_rounding import FP8_MAX, INT8_MAX
 
 Kind = Literal["plain", "int8", "int4", "w8a8", "fp8"]
 GROUPS = (32, 64, 128)
-FP8_MAX = 448.0
-INT8_MAX = 127.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's nibble i of a word holds the word's column `_AWQ_ORDER[i]`."""
 

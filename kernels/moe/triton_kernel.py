@@ -127,6 +127,7 @@ def grouped_linear_kernel(
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
+    EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -146,7 +147,7 @@ def grouped_linear_kernel(
         b_sum += split_sum(
             x_ptr, w_ptr + expert * w_expert, scale_ptr, zero_ptr + expert * scale_expert, o_pair // TOP_K * x_row,
             m_m, o_n, m_n, first, tl.minimum(first + split, in_features), in_features, out_features, GROUP, HAS_ZERO,
-            tl.float32, BLOCK_K, BLOCK_N, BLOCK_M,
+            tl.float32, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     b_y = finished(
         tl.trans(b_sum), scale_ptr, scale_ptr, scale_ptr, o_pair, m_m, o_n, m_n, False, HAS_COLUMN_SCALE, False
@@ -327,7 +328,7 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
         num_experts=weight.data.shape[0],
         in_features=weight.in_features,
         out_features=weight.out_features,
-        split=split_features(weight.in_features, weight.out_features),
+        split=split_features(weight.kind, weight.in_features, weight.out_features),
         x_row=x.stride(0),
         w_expert=weight.data.stride(0),
         scale_expert=0 if weight.scales is None else weight.scales.stride(0),
@@ -335,6 +336,7 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
         GROUP=weight.group,
         HAS_ZERO=weight.zeros is not None,
         HAS_COLUMN_SCALE=weight.kind == "int8",
+        EVEN_K=weight.in_features % block_k == 0,
         BLOCK_K=block_k,
         BLOCK_N=block_n,
         BLOCK_M=pairs.block_m,

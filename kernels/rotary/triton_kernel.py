@@ -1,6 +1,7 @@
 """Rotary embedding, the head norm before it and the store of K and V behind it, in one pass over a token's heads.
 
-Arithmetic is float32 and values are rounded once, where they are stored.
+Arithmetic is float32 and values are rounded once, where they are stored. A pool of 8-bit values gets a scale for each
+row, a token's head.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
+from kernels.triton_rounding import rounded, row_scale
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+_EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 _TILE = 2048
 """Values of heads that one program rotates."""
 
@@ -48,11 +51,15 @@ def rotary_store_kernel(
     k_weight_ptr,  # [head_dim], with HAS_NORM
     pool_ptr,  # [num_blocks, 2, num_kv_heads, block_size, head_dim], strided, head_dim contiguous; with HAS_POOL
     slots_ptr,  # [num_tokens]; -1 = not stored; with HAS_POOL
+    scale_ptr,  # [num_blocks, 2, num_kv_heads, block_size] float32, strided, slots contiguous; with QUANTIZED
     qkv_row: tl.int64,
     pool_block: tl.int64,
     pool_side: tl.int64,
     pool_head: tl.int64,
     pool_slot: tl.int64,
+    scale_block: tl.int64,
+    scale_side: tl.int64,
+    scale_head: tl.int64,
     block_size,
     eps,
     NUM_Q: tl.constexpr,
@@ -63,6 +70,8 @@ def rotary_store_kernel(
     HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     HAS_POOL: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    IS_INT8: tl.constexpr,
 ):
     """Norm, rotate and store BLOCK_HEADS heads of a token. Grid: (num_tokens, heads / BLOCK_HEADS); without a pool
     K is rotated in place too and V is left alone."""
@@ -96,9 +105,18 @@ def rotary_store_kernel(
     if HAS_POOL:
         slot = tl.load(slots_ptr + i_t).to(tl.int64)
         i_kv = tl.where(is_v, o_h - NUM_Q - NUM_KV, o_h - NUM_Q).to(tl.int64)
-        o_row = (slot // block_size) * pool_block + (slot % block_size) * pool_slot
+        i_b, i_s = slot // block_size, slot % block_size
+        stored = (o_h >= NUM_Q) & (o_h < NUM_Q + 2 * NUM_KV) & (slot >= 0)
+        if QUANTIZED:
+            tops = tl.maximum(tl.max(tl.abs(r_low), axis=1), tl.max(tl.abs(r_high), axis=1))
+            scales = row_scale(tops, tl.sum(r_low + r_high, axis=1), IS_INT8)  # [BLOCK_HEADS]
+            r_low = rounded(tl.div_rn(r_low, scales[:, None]), IS_INT8)
+            r_high = rounded(tl.div_rn(r_high, scales[:, None]), IS_INT8)
+            o_scale = i_b * scale_block + is_v.to(tl.int64) * scale_side + i_kv * scale_head + i_s
+            tl.store(scale_ptr + o_scale, scales, mask=stored)
+        o_row = i_b * pool_block + i_s * pool_slot
         p_pool = pool_ptr + (o_row + is_v.to(tl.int64) * pool_side + i_kv * pool_head)[:, None] + o_d[None, :]
-        m_pool = m_hd & (o_h >= NUM_Q)[:, None] & (slot >= 0)
+        m_pool = stored[:, None] & m_d[None, :]
         tl.store(p_pool, r_low.to(pool_ptr.dtype.element_ty), mask=m_pool)
         tl.store(p_pool + HALF, r_high.to(pool_ptr.dtype.element_ty), mask=m_pool)
 
@@ -125,6 +143,7 @@ def rotary_store_kv(
     slots: Tensor,
     num_q_heads: int,
     norm: HeadNorm | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Rotate query heads in place; rotate key heads and store them and V in their slots. K and V in `qkv` stay.
 
@@ -132,9 +151,11 @@ def rotary_store_kv(
         qkv: [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim], query heads first; tokens may be strided.
         table: [max_positions, 2, head_dim] float32 of `kernels.rotary.rotary_table`: any scaling is in it.
         positions: [num_tokens] int32 or int64, each below max_positions.
-        pool: [num_blocks, 2, num_kv_heads, block_size, head_dim], one layer's view, float.
+        pool: [num_blocks, 2, num_kv_heads, block_size, head_dim], one layer's view: float, int8 or float8_e4m3fn.
         slots: [num_tokens] int32 or int64, `block * block_size + offset`, each within the pool; -1 = do not store.
         norm: of the heads, before they are rotated.
+        kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, written where an 8-bit pool is: a row's largest
+            magnitude over 127 or 448, what its values are multiplied by when they are read.
 
     Raises:
         KernelArgumentError: a tensor is not as above. Positions and slots lie on the device and are not looked at.
@@ -143,11 +164,18 @@ def rotary_store_kv(
     num_tokens, _, head_dim = qkv.shape
     check_shape("pool", pool, None, 2, num_kv, None, head_dim)
     check_range("block size of pool", pool.shape[3], BLOCK_SIZES)
-    check_dtype("pool", pool, *FLOATS)
+    check_dtype("pool", pool, *FLOATS, *_EIGHT_BITS)
     check_rows("pool", pool)
     check_device("pool", pool, qkv)
+    if (kv_scales is not None) != (pool.dtype in _EIGHT_BITS):
+        raise KernelArgumentError(f"kv_scales go with a pool of 8-bit values and no other; pool is {pool.dtype}")
+    if kv_scales is not None:
+        check_shape("kv_scales", kv_scales, *pool.shape[:4])
+        check_dtype("kv_scales", kv_scales, torch.float32)
+        check_rows("kv_scales", kv_scales)
+        check_device("kv_scales", kv_scales, qkv)
     _check_index("slots", slots, num_tokens, qkv)
-    _launch(qkv, table, positions, pool, slots, num_q_heads, norm)
+    _launch(qkv, table, positions, pool, slots, num_q_heads, norm, kv_scales)
 
 
 def _launch(
@@ -158,6 +186,7 @@ def _launch(
     slots: Tensor | None,
     num_q_heads: int,
     norm: HeadNorm | None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     num_tokens, num_heads, head_dim = qkv.shape
     if num_tokens == 0:
@@ -165,6 +194,7 @@ def _launch(
     half = triton.next_power_of_2(head_dim // 2)
     heads = min(max(_TILE // (2 * half), 1), triton.next_power_of_2(num_heads))
     strides = (0, 0, 0, 0) if pool is None else pool.stride()[:4]
+    scale_strides = (0, 0, 0) if kv_scales is None else kv_scales.stride()[:3]
     rotary_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         qkv_ptr=qkv,
         table_ptr=table,
@@ -173,11 +203,15 @@ def _launch(
         k_weight_ptr=table if norm is None else norm.k_weight,
         pool_ptr=qkv if pool is None else pool,
         slots_ptr=positions if slots is None else slots,
+        scale_ptr=table if kv_scales is None else kv_scales,
         qkv_row=qkv.stride(0),
         pool_block=strides[0],
         pool_side=strides[1],
         pool_head=strides[2],
         pool_slot=strides[3],
+        scale_block=scale_strides[0],
+        scale_side=scale_strides[1],
+        scale_head=scale_strides[2],
         block_size=1 if pool is None else pool.shape[3],
         eps=0.0 if norm is None else norm.eps,
         NUM_Q=num_q_heads,
@@ -188,6 +222,8 @@ def _launch(
         HAS_NORM=norm is not None,
         OFFSET=0.0 if norm is None else norm.offset,
         HAS_POOL=pool is not None,
+        QUANTIZED=kv_scales is not None,
+        IS_INT8=pool is not None and pool.dtype == torch.int8,
         num_warps=4,
     )
 

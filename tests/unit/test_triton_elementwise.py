@@ -114,6 +114,38 @@ def test_rotary_and_store(head_dim: int, num_q: int, num_kv: int, with_norm: boo
     assert torch.equal(spans.tensor[:, 0], torch.full_like(spans.tensor[:, 0], 7.0))
 
 
+@pytest.mark.parametrize("pool_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_an_8_bit_pool_gets_a_scale_a_row(pool_dtype: torch.dtype) -> None:
+    head_dim, num_q, num_kv, block_size = 80, 2, 2, 16
+    table = rotary_table(frequencies.plain(head_dim, 1e4), 9, torch.float32).to(DEVICE)
+    positions, slots = torch.tensor([0, 8, 3], device=DEVICE), torch.tensor([33, -1, 0], device=DEVICE)
+    qkv = randn(3, num_q + 2 * num_kv, head_dim, dtype=torch.bfloat16)
+    qkv[2, -1] = 0.0
+    before = qkv.clone()
+    spans = guarded_like(torch.zeros(3, 2, 2, num_kv, block_size, head_dim, device=DEVICE).to(pool_dtype))
+    scales = guarded_like(torch.full((3, 2, 2, num_kv, block_size), 7.0, device=DEVICE))
+    rotary_store_kv(qkv, table, positions, spans.tensor[:, 1], slots, num_q, kv_scales=scales.tensor[:, 1])
+    spans.check()
+    scales.check()
+    largest = 127.0 if pool_dtype == torch.int8 else 448.0
+    rows = rotated(before, table[positions])
+    assert_close(qkv[:, :num_q], rows[:, :num_q], torch.bfloat16)
+    for i, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        block, offset = divmod(slot, block_size)
+        stored, row_scales = spans.tensor[block, 1, :, :, offset].double(), scales.tensor[block, 1, :, :, offset]
+        wanted = torch.stack((rows[i, num_q : num_q + num_kv], before[i, num_q + num_kv :].double()))
+        assert_close(stored * row_scales.double()[..., None], wanted, pool_dtype)
+        tops = wanted.abs().amax(-1)
+        assert_close(row_scales, torch.where(tops > 0, tops / largest, 1.0), torch.float32)
+    assert int((scales.tensor != 7.0).sum()) == 2 * 2 * num_kv
+    qkv[0, num_q + 1, 5] = torch.nan
+    rotary_store_kv(qkv, table, positions, spans.tensor[:, 1], slots, num_q, kv_scales=scales.tensor[:, 1])
+    assert scales.tensor.isnan().sum() == 1
+    assert scales.tensor[2, 1, 0, 1, 1].isnan()
+
+
 def test_rotary_alone_leaves_values_be() -> None:
     qkv = randn(3, 6, 64, dtype=torch.float32)
     before = qkv.clone()
@@ -171,6 +203,8 @@ def _rotary(**changes: Tensor) -> Callable[[], None]:
         (_rotary(qkv=torch.zeros(4, 2, 64).transpose(0, 1)), r"qkv .*strides"),
         (_rotary(pool=torch.zeros(3, 2, 2, 16, 64, device=DEVICE)), r"pool.*\[any, 2, 1, any, 64\]"),
         (_rotary(pool=torch.zeros(3, 2, 1, 7, 64, device=DEVICE)), r"block size of pool is 7"),
+        (_rotary(pool=torch.zeros(3, 2, 1, 16, 64, dtype=torch.int8, device=DEVICE)), r"kv_scales go with"),
+        (_rotary(kv_scales=torch.zeros(3, 2, 1, 16, device=DEVICE)), r"kv_scales go with"),
         (_rotary(slots=torch.zeros(3, dtype=torch.int64, device=DEVICE)), r"slots has shape \[3\], expected \[2\]"),
         (_rotary(positions=torch.zeros(2, device=DEVICE)), r"positions is torch.float32"),
         (_rotary(table=torch.zeros(8, 2, 64, device=DEVICE).double()), r"table is torch.float64"),
