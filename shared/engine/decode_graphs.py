@@ -48,4 +48,6 @@ class DecodeGraphs:
         self._graphs.clear()
         self._memory = None
         gc.collect()
+        # workspaces of matrix products may lie in the graphs' memory
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()

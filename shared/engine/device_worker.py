@@ -70,7 +70,7 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         max_positions=model.config.max_positions,
         fake=False,
     )
-    return WorkerEngine(options, facts, pool, _DeviceSteps(steps))
+    return WorkerEngine(options, facts, pool, _DeviceSteps(steps), on_stop=steps.close)
 
 
 class _DeviceSteps:

@@ -24,7 +24,8 @@ def numerics_id(dtype: str, kernels: KernelChoice, quant: Quant = NONE) -> str:
     """
     tiles = f"r{ROW_TILE}q{QUERY_TILE}k{KEY_TILE}s{SPLIT}"
     kind = f"{dtype}-{quant.name}.{RULE}" if quant.bits else dtype
-    return f"{FORMAT}-{kernels.build}-{_instruction_set()}-{kind}-{tiles}-torch{torch.__version__}"
+    where = f"cuda{torch.version.cuda}" if kernels.triton else _instruction_set()
+    return f"{FORMAT}-{kernels.build}-{where}-{kind}-{tiles}-torch{torch.__version__}"
 
 
 def _instruction_set() -> str:

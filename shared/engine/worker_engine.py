@@ -115,6 +115,7 @@ class WorkerEngine:
     pool: OwnPool
     runner: Runner
     share: CoreShare | None = None  # of the cores, closed with the engine
+    on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
     engine: Engine = field(init=False)
@@ -180,7 +181,9 @@ class WorkerEngine:
 
     def stop(self, timeout_s: float) -> None:
         """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
-        if not self.engine.stop(timeout_s):
+        if self.engine.stop(timeout_s):
+            self.on_stop()
+        else:
             log.error("the engine did not stop within %.1f s", timeout_s)
         if self.share is not None:
             self.share.close()
@@ -301,10 +304,11 @@ def _device(options: WorkerOptions) -> str:
     """What computes. Raises SettingsError for kernels that the device asked for does not have."""
     from kernels.dispatch import choose_device
 
-    if options.kernels not in ("auto", "triton"):
-        if options.device == "cuda":
-            raise SettingsError(f"kernels {options.kernels!r} do not run on a GPU", param="engine.kernels")
-        return "cpu"
+    for name, value, on_gpu in (("kernels", options.kernels, ("auto", "triton")), ("quant", options.quant, ("none",))):
+        if value not in on_gpu:
+            if options.device == "cuda":
+                raise SettingsError(f"{name} {value!r} does not run on a GPU", param=f"engine.{name}")
+            return "cpu"
     device, why = choose_device(options.device)
     if why and options.kernels == "triton":
         raise SettingsError(f"kernels 'triton' need a GPU: {why}", param="engine.kernels")

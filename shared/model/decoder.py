@@ -28,6 +28,7 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
 from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import ModelConfig, load_config
+from shared.model.family import LLAMA
 from shared.model.fetch import cache_dir
 from shared.model.native_decoder import Kept, NativeDecoder
 from shared.model.pack_cache import PackCache
@@ -224,6 +225,9 @@ def load_decoder(
     except UnknownKernels as exc:
         raise SettingsError(str(exc), param="kernels") from exc
     config, parallel = load_config(folder), tp or TensorParallel()
+    if choice.triton or config.family != LLAMA:
+        what = "kernels 'triton'" if choice.triton else config.family.architecture
+        raise SettingsError(f"{folder}: {what}: is computed on a GPU only, see [engine] device", param="device")
     with Weights(folder, config) as weights:
         if choice.native is not None:
             count = threads or torch.get_num_threads()
