@@ -21,6 +21,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _capability(device) if device.type == "cuda" else (9, 0)
 
 
+def interpreted(device: torch.device) -> bool:
+    """Whether kernels on `device` run in Triton's interpreter: there a launch's size costs, not its shape."""
+    return device.type != "cuda" and not _pretended
+
+
 def shared_bytes(device: torch.device) -> int:
     """Shared memory a block may have."""
     return SHARED_BYTES.get(capability(device), _LEAST_SHARED)

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: checks, plans and launches. The kernels are in triton_kernel.py, their order in README.md."""
+"""Paged attention on a GPU: checks, plans, launches. The kernels are in triton_kernel.py, their order in README.md."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def attend(
 
     Args:
         q: [num_rows, num_q_heads, head_dim]; may be a strided view. Rows past the plan's are padding.
-        pool: [num_blocks, 2, num_kv_heads, block_size, head_dim], one layer's view of the pool; q's dtype, int8 or e4m3.
+        pool: [num_blocks, 2, num_kv_heads, block_size, head_dim], one layer's view; of q's dtype, int8 or e4m3.
         plan: of this step.
         scale: usually head_dim ** -0.5.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 = none.
@@ -202,14 +202,14 @@ def attend(
         kv_scales: [num_blocks, 2, num_kv_heads, block_size] float32, what a row of a quantized pool is multiplied by.
 
     Returns:
-        [num_rows, num_q_heads, head_dim], contiguous, q's dtype; padding rows are zero. A (row, head) result is the same
-        bit for bit however the sequence is cut into steps and whatever else is in the batch.
+        [num_rows, num_q_heads, head_dim], contiguous, q's dtype; padding rows are zero. A (row, head) result is the
+        same bit for bit however the sequence is cut into steps and whatever else is in the batch.
 
     Raises:
         KernelArgumentError: an argument does not fit the plan or the others.
     """
     _check(q, pool, plan, scale, soft_cap, sinks, kv_scales)
-    num_rows, num_q_heads, head_dim = q.shape
+    _, num_q_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     out[plan.num_tokens :].zero_()
     group, cap_scale, score_scale = num_q_heads // plan.num_kv_heads, 0.0, scale * _LOG2_E

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.triton_plan import NARROW, WIDE
-from kernels.chip import capability, multiprocessors, shared_bytes
+from kernels.chip import capability, interpreted, multiprocessors, shared_bytes
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 _MOST_STAGES = 3
@@ -50,7 +50,7 @@ def stages(head_dim: int, rows: int, item_bytes: int, device: torch.device) -> i
 
 def join_shape(num_q_heads: int, device: torch.device) -> tuple[int, int]:
     """Query heads of a program that joins splits, and the splits it reads at a time."""
-    return (1, 8) if device.type == "cuda" else (padded(num_q_heads), 1)
+    return (padded(num_q_heads), 1) if interpreted(device) else (1, 8)
 
 
 def programs(device: torch.device) -> int:

@@ -1,0 +1,85 @@
+"""Which launches are compiled ahead: rows of sample arguments, as real models have them.
+
+An operation adds its rows here; each is a call of its host wrapper with small tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention import triton_attention
+
+CHIPS = ((8, 0), (9, 0))
+_CPU = torch.device("cpu")
+_FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row of the table, for every chip in `chips`."""
+
+    name: str
+    call: Callable[[], object]
+    may_spill: bool = False
+    chips: tuple[tuple[int, int], ...] = CHIPS
+
+
+def variants() -> Iterator[Variant]:
+    """All rows. Names are unique."""
+    yield from _attention()
+    yield Variant("attention-plan", _plan)
+    yield Variant("attention-plan-window", lambda: _plan(4096))
+
+
+def _attention() -> Iterator[Variant]:
+    for head_dim in triton_attention.HEAD_DIMS:
+        for prefill in (False, True):
+            yield _attend(head_dim, torch.bfloat16, None, prefill)
+    for prefill in (False, True):
+        yield _attend(128, torch.float16, None, prefill)
+        yield _attend(128, torch.bfloat16, None, prefill, block_size=64)
+        yield _attend(128, torch.bfloat16, torch.int8, prefill)
+        yield _attend(64, torch.bfloat16, torch.int8, prefill)
+        yield _attend(128, torch.bfloat16, _FP8, prefill)
+        yield _attend(64, torch.bfloat16, None, prefill, window=128, sinks=True)
+        yield _attend(256, torch.bfloat16, None, prefill, window=4096, soft_cap=50.0)
+
+
+def _attend(
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    prefill: bool,
+    *,
+    block_size: int = 16,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+) -> Variant:
+    """A step of 32 query heads over 8 KV heads: one row, or one chunk."""
+    words = [f"attention-{'prefill' if prefill else 'decode'}-{head_dim}", str(dtype).removeprefix("torch.")]
+    words += [str(kv_dtype).removeprefix("torch.")] if kv_dtype else []
+    words += [f"block{block_size}"] if block_size != 16 else []
+    words += ["window"] * (window > 0) + ["cap"] * (soft_cap > 0) + ["sinks"] * sinks
+
+    def call() -> object:
+        rows, heads, kv_heads = (640 if prefill else 1), 32, 8
+        # whole blocks of three layers, so that strides divide as a model's do
+        pool = torch.empty(1, 3, 2, kv_heads, block_size, head_dim, dtype=kv_dtype or dtype)[:, 1]
+        scales = torch.empty(1, 3, 2, kv_heads, block_size)[:, 1] if kv_dtype else None
+        table = [0] * (640 // block_size)
+        sizes = (block_size, heads, kv_heads, head_dim, _CPU, window, kv_dtype is not None)
+        plan = triton_attention.plan_attention([0, rows], [640], [table], *sizes)
+        q = torch.empty(rows, heads, head_dim, dtype=dtype)
+        some = torch.empty(heads) if sinks else None
+        return triton_attention.attend(q, pool, plan, head_dim**-0.5, soft_cap, some, scales)
+
+    return Variant("-".join(words), call, chips=((9, 0),) if kv_dtype == _FP8 else CHIPS)
+
+
+def _plan(window: int = 0) -> object:
+    ints = [torch.empty(*shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 64))]
+    return triton_attention.plan_on_device(*ints, 32, 4, 1024, 16, 32, 8, 128, window)
