@@ -20,7 +20,7 @@ def up_parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default 8080; 0 takes a free one)")
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (default 1)")
     parser.add_argument("--decode", type=int, metavar="N", help="number of decode workers (default 1)")
-    parser.add_argument("--threads", type=int, metavar="N", help="compute threads of each worker")
+    parser.add_argument("--threads", type=int, metavar="N", help="most compute threads of each worker")
     parser.add_argument("--fake", action="store_true", default=None, help="workers that make up tokens")
     parser.add_argument("--config", metavar="FILE", help="settings file (default baton.toml)")
     parser.add_argument(
