@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
     committed = table.load()
     known = {row.key: row for row in committed}
     chosen = [variant for variant in variants() if fnmatchcase(variant.name, options.only)]
-    rows, wrong, compiled = [], [], 0
+    rows: list[Row] = []
+    wrong: list[str] = []
+    compiled = 0
     for variant in chosen:
         for row, is_new in rows_of(variant, known):
             rows.append(row)

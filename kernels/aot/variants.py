@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import triton_attention
+from kernels.attention.triton_tuning import HEAD_DIMS
 
 CHIPS = ((8, 0), (9, 0))
 _CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _attention() -> Iterator[Variant]:
-    for head_dim in triton_attention.HEAD_DIMS:
+    for head_dim in HEAD_DIMS:
         for prefill in (False, True):
             yield _attend(head_dim, torch.bfloat16, None, prefill)
     for prefill in (False, True):
@@ -81,5 +82,5 @@ def _attend(
 
 
 def _plan(window: int = 0) -> object:
-    ints = [torch.empty(*shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 64))]
-    return triton_attention.plan_on_device(*ints, 32, 4, 1024, 16, 32, 8, 128, window)
+    cu, lens, tables = (torch.empty(*shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 64)))
+    return triton_attention.plan_on_device(cu, lens, tables, 32, 4, 1024, 16, 32, 8, 128, window)

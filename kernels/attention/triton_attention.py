@@ -258,8 +258,11 @@ def _copied(arrays: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.int32]]], d
         host[start : start + array.size] = array.reshape(-1)
         start += size
     there = flat.to(device, non_blocking=True)
-    parts = there.split(sizes)
-    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    ends = np.cumsum(sizes).tolist()
+    return [
+        there[end - size : end - size + array.size].view(array.shape)
+        for array, size, end in zip(arrays, sizes, ends, strict=True)
+    ]
 
 
 def _blocks(work: Work) -> tuple[int, int]:

@@ -1,0 +1,79 @@
+"""`python -m kernels.bench`: every operation at real sizes, as a share of what this card does in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+
+from kernels.bench.limits import Limits, measure
+from kernels.bench.row import Case, Measured
+from kernels.bench.timing import seconds
+
+SUITES = ("attention", "blocks")
+
+
+def run(case: Case, limits: Limits) -> Measured:
+    """Time a case and its peers. A peer that does not run is noted, not an error."""
+    call, others = case.make()
+    took = seconds(call)
+    peers, failed = {}, {}
+    for name, peer in others.items():
+        try:
+            peers[name] = seconds(peer)
+        except Exception as exc:  # whatever a peer throws, its row says so
+            failed[name] = f"{type(exc).__name__}: {str(exc)[:200]}"
+            torch.cuda.synchronize()
+    times = {"copy": case.bytes / limits.bytes_per_s, "matmul": case.flops / limits.flops}
+    bound = max(times, key=lambda name: times[name])
+    return Measured(case.operation, case.shape, took, case.bytes, case.flops, times[bound] / took, bound, peers, failed)
+
+
+def cases(suites: list[str]) -> Iterator[Case]:
+    for name in suites:
+        yield from importlib.import_module(f"kernels.bench.{name}").cases()
+
+
+def line(row: Measured) -> str:
+    peers = " ".join(f"{name} {other / row.seconds:.2f}x" for name, other in row.peers.items())
+    return (
+        f"{row.operation:20} {row.shape:38} {row.seconds * 1e6:9.1f} us {row.share:6.1%} of {row.bound:6} {peers} "
+        f"{' '.join(f'({name}: {why[:60]})' for name, why in row.failed.items())}"
+    ).rstrip()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="OPERATION", help=f"of {', '.join(SUITES)}; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="raw results")
+    options = parser.parse_args(argv)
+    unknown = set(options.suites) - set(SUITES)
+    if unknown:
+        parser.error(f"no operation named {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing to measure", file=sys.stderr)
+        return 1
+    torch.manual_seed(0)
+    limits = measure()
+    card, versions = torch.cuda.get_device_name(), f"torch {torch.__version__}, triton {triton.__version__}"
+    print(f"{card}, {versions}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, matmul {limits.flops / 1e12:.0f} TFLOP/s")
+    rows = []
+    for case in cases(options.suites or list(SUITES)):
+        rows.append(run(case, limits))
+        torch.cuda.empty_cache()
+        print(line(rows[-1]), flush=True)
+    if options.json:
+        told = {"card": card, "versions": versions, "limits": asdict(limits), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
