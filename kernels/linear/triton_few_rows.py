@@ -7,6 +7,8 @@ the one before ends (programmatic dependent launch): it then already reads its f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -137,10 +139,9 @@ def few_rows_linear(
         y = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return y
-    block_n = _block_n(out_features, 32 if gate else 64)
-    block_k = min(256 if block_n == 16 and not gate else 128, max(16, triton.next_power_of_2(in_features)))
+    shape = launch_shape(out_features, in_features, gate is not None)
     early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    few_rows_kernel[(triton.cdiv(out_features, block_n),)](
+    few_rows_kernel[(triton.cdiv(out_features, shape.block_n),)](
         x_ptr=x,
         norm_ptr=x if norm is None else norm,
         w_ptr=weight,
@@ -156,24 +157,35 @@ def few_rows_linear(
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
         ROWS=_ROWS,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
         NORM_ROWS=triton.next_power_of_2(num_rows),
         BLOCK_NORM=triton.next_power_of_2(in_features) if norm is not None else 16,
         EARLY=early,
-        num_warps=4,
-        num_stages=4,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         **({"launch_pdl": True} if early else {}),
     )
     return y
 
 
-def _block_n(out_features: int, most: int) -> int:
-    """Weight rows of a tile: from 16, small enough for `_PROGRAMS` tiles where there are so many rows."""
-    size = 16
-    while size < most and out_features // (2 * size) >= _PROGRAMS:
-        size *= 2
-    return size
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """How a launch is cut. It decides the order of a row's sum, so it follows from the weight alone."""
+
+    block_n: int  # rows of the weight in a tile
+    block_k: int  # and columns
+    num_warps: int = 4
+    num_stages: int = 4  # tiles in flight
+
+
+def launch_shape(out_features: int, in_features: int, gated: bool) -> LaunchShape:
+    """Tiles small enough for `_PROGRAMS` of them where the weight has so many rows, and as wide as then pays."""
+    block_n = 16
+    while block_n < (32 if gated else 64) and out_features // (2 * block_n) >= _PROGRAMS:
+        block_n *= 2
+    block_k = 256 if block_n == 16 and not gated else 128
+    return LaunchShape(block_n, min(block_k, max(16, triton.next_power_of_2(in_features))))
 
 
 def _check(
