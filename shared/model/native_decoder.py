@@ -47,6 +47,8 @@ class NativeDecoder:
         threads: that compute together.
         kept: None packs in this process's memory.
         quant: how weights of layers are kept, and by its `head` that of the output head.
+        quick_head: keep the output head as 8-bit integers too, where it is not already: then steps that only look for
+            the largest logit read little of the real one, to the same result.
 
     Raises:
         NativeUnavailable: the library cannot run such a model, or the system gives no more threads.
@@ -65,6 +67,7 @@ class NativeDecoder:
         with_head: bool = True,
         kept: Kept | None = None,
         quant: Quant = NONE,
+        quick_head: bool = False,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -101,7 +104,14 @@ class NativeDecoder:
         """
         plans = [GroupPlan(part.block_tables, part.slot_mapping) for part in batch.groups]
         return self.native(groups).step(
-            batch.token_ids, batch.positions, batch.cu_seqlens_q, batch.seq_lens, batch.logit_rows, plans, pools
+            batch.token_ids,
+            batch.positions,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.logit_rows,
+            plans,
+            pools,
+            batch.top_only,
         )
 
     def native(self, groups: tuple[LayerGroup, ...]) -> NativeModel:
@@ -116,8 +126,8 @@ class NativeDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of packed weights: what a step reads."""
-        return self._arena.used
+        """Bytes of packed weights that a step reads which wants all logits."""
+        return self._arena.used if self._quick is None else self._quick.linear.weight.data_ptr() - self._begin
 
     def _in_groups(self, groups: tuple[LayerGroup, ...]) -> NativeModel:
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
@@ -134,6 +144,7 @@ class NativeDecoder:
             layers,
             self._final_norm,
             self._head,
+            self._quick,
         )
 
     def _packed(self, tensors: Tensors, kept: Kept | None, with_head: bool) -> Arena:
@@ -141,7 +152,8 @@ class NativeDecoder:
         if kept is not None:
             plan = Arena.plan()
             self._lay_out(plan, _shapes(self.config))
-            found = kept.packs.arena(self._what(kept), plan, lambda arena: self._lay_out(arena, tensors))
+            what, version = self._what(kept), packing_digest()
+            found = kept.packs.arena(what, version, plan, lambda arena: self._lay_out(arena, tensors))
             if found is not None:
                 return found
         plan = Arena.plan()
@@ -151,14 +163,13 @@ class NativeDecoder:
         return arena.again()
 
     def _what(self, kept: Kept) -> dict[str, str]:
-        """All that decides the bytes of packed weights."""
+        """All that decides the bytes of packed weights, but for how they are packed."""
         return {
             "model": kept.model_digest,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quant": self.quant.name,
+            "quant": f"{self.quant.name}, quick head" if self._wants_quick else self.quant.name,
             "level": self._team.library.level,
             "tensor parallel": f"{self._tp.rank}/{self._tp.size}",
-            "packing": packing_digest(),
         }
 
     def _lay_out(

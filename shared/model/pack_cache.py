@@ -1,7 +1,7 @@
 """Packed weights kept on disk: packed once a machine, mapped and shared by all its workers.
 
-    <folder>/lock          one packer at a time; the others wait
-    <folder>/<key>.pack    see shared/model/pack_file.py
+    <folder>/lock                       one packer at a time; the others wait
+    <folder>/<weights>-<version>.pack   see shared/model/pack_file.py; version: of what packs
 
 What cannot be kept is packed in each worker's own memory: slower to start, and it takes more of it.
 """
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from kernels.native.arena import Arena
@@ -37,13 +38,15 @@ LEAST_BYTES = 16 * 1024 * 1024
 """Less than this is packed sooner than read."""
 KEEP_DAYS = 30.0
 KEEP_BYTES = 16 * 1024**3
-"""Packs nobody uses stay so long, and while they take no more together; those used last stay longest."""
+"""Packs nobody uses stay so long, and while they take no more together; those used last stay longest. Those of the same
+weights by another version go at once."""
 _DAY_S = 86400.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+@cache
 def packing_digest() -> str:
-    """Id of everything that decides how weights are packed."""
+    """Id of everything that decides how weights are packed, as it was at the process's first look."""
     digest = hashlib.blake2b(source_digest().encode(), digest_size=8)
     for path in PACKERS:
         digest.update(b"\0" + path.read_bytes())
@@ -57,11 +60,14 @@ class PackCache:
     folder: Path
     least_bytes: int = LEAST_BYTES
 
-    def arena(self, what: Mapping[str, str], plan: Arena, fill: Callable[[Arena], object]) -> Arena | None:
+    def arena(
+        self, what: Mapping[str, str], version: str, plan: Arena, fill: Callable[[Arena], object]
+    ) -> Arena | None:
         """The packed weights, to be laid out again; packed by `fill` if they are not kept yet.
 
         Args:
-            what: all that decides their bytes, by name.
+            what: all that decides their bytes, by name, but for how they are packed.
+            version: of how they are packed.
             plan: of their pieces.
             fill: lays them out in an arena that is not filled. What it raises goes through.
 
@@ -72,9 +78,9 @@ class PackCache:
             return None
         try:
             self._require_private()
-            path = self.folder / f"{_key(what)}.pack"
-            found = _open(path, what, plan, tell=False)
-            return found or self._packed(path, what, plan, fill)
+            path, head = self.folder / f"{_key(what)}-{version}.pack", {**what, "version": version}
+            found = _open(path, head, plan, tell=False)
+            return found or self._packed(path, head, plan, fill)
         except OSError as exc:
             self._tell(exc)
             return None
@@ -104,7 +110,7 @@ class PackCache:
             write_pack(path, what, arena)
 
     def prune(self, keep: Path, keep_bytes: int = KEEP_BYTES, keep_days: float = KEEP_DAYS) -> int:
-        """Remove packs that nobody uses and nobody will miss, but not `keep`. Returns how many went."""
+        """Remove packs that nobody uses and nobody will miss, but not `keep`, the newest. Returns how many went."""
         removed, total, now = 0, 0, time.time()
         for path, status in sorted(_packs(self.folder), key=lambda entry: -entry[1].st_mtime):
             if path == keep:
@@ -113,7 +119,8 @@ class PackCache:
                 if in_use(path):
                     continue
                 total += status.st_size
-                if total > keep_bytes or now - status.st_mtime > keep_days * _DAY_S:
+                old = now - status.st_mtime > keep_days * _DAY_S
+                if old or total > keep_bytes or _weights(path) == _weights(keep):
                     path.unlink()
                     removed += 1
         return removed
@@ -153,6 +160,10 @@ def _packs(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for path in folder.glob("*.pack"):
         with suppress(OSError):
             yield path, path.stat()
+
+
+def _weights(path: Path) -> str:
+    return path.stem.partition("-")[0]
 
 
 def _key(what: Mapping[str, str]) -> str:

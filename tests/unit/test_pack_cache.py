@@ -116,16 +116,16 @@ def test_other_weights_or_dtypes_have_files_of_their_own(tmp_path: Path) -> None
 
 
 def test_packed_once(tmp_path: Path) -> None:
-    assert values(packs(tmp_path).arena(WHAT, planned(), lay_out)) == [1, 2]
-    assert values(packs(tmp_path).arena(WHAT, planned(), never)) == [1, 2]
+    assert values(packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)) == [1, 2]
+    assert values(packs(tmp_path).arena(WHAT, "v1", planned(), never)) == [1, 2]
     assert only_file(tmp_path).stat().st_mode & 0o777 == 0o400
     # other weights are others
-    other = packs(tmp_path).arena({**WHAT, "model": "xyz"}, planned(), lambda arena: lay_out(arena, 5))
+    other = packs(tmp_path).arena({**WHAT, "model": "xyz"}, "v1", planned(), lambda arena: lay_out(arena, 5))
     assert values(other) == [5, 6]
 
 
 def test_little_is_not_kept(tmp_path: Path) -> None:
-    assert PackCache(tmp_path / "packed").arena(WHAT, planned(), never) is None
+    assert PackCache(tmp_path / "packed").arena(WHAT, "v1", planned(), never) is None
     assert not (tmp_path / "packed").exists()
 
 
@@ -139,7 +139,7 @@ def test_one_packs_and_the_others_wait(tmp_path: Path, caplog: pytest.LogCapture
         lay_out(arena)
 
     def work() -> None:
-        found.append(packs(tmp_path).arena(WHAT, planned(), fill))
+        found.append(packs(tmp_path).arena(WHAT, "v1", planned(), fill))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -160,13 +160,13 @@ def test_a_packer_that_was_killed_leaves_nothing(tmp_path: Path) -> None:
         "def fill(arena):\n"
         "    (Path(sys.argv[1]) / 'packed' / '.tmp-1').write_bytes(b'half')\n"
         "    print('packing', flush=True); time.sleep(60)\n"
-        "t.packs(Path(sys.argv[1])).arena(t.WHAT, t.planned(), fill)"
+        "t.packs(Path(sys.argv[1])).arena(t.WHAT, 'v1', t.planned(), fill)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT) as packer:
         assert packer.stdout is not None
         assert packer.stdout.readline() == b"packing\n"
         packer.kill()
-    assert values(packs(tmp_path).arena(WHAT, planned(), lay_out)) == [1, 2]
+    assert values(packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)) == [1, 2]
     assert {path.suffix for path in (tmp_path / "packed").iterdir() if path.name != "lock"} == {".pack"}
 
 
@@ -202,12 +202,12 @@ def cut(size: int) -> Callable[[Path], None]:
 def test_a_damaged_file_costs_a_line_and_is_packed_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], why: str
 ) -> None:
-    packs(tmp_path).arena(WHAT, planned(), lay_out)
+    packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)
     damage(only_file(tmp_path))
-    assert values(packs(tmp_path).arena(WHAT, planned(), lay_out)) == [1, 2]
+    assert values(packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)) == [1, 2]
     (record,) = caplog.records
     assert why in record.getMessage()
-    assert values(packs(tmp_path).arena(WHAT, planned(), never)) == [1, 2]
+    assert values(packs(tmp_path).arena(WHAT, "v1", planned(), never)) == [1, 2]
 
 
 def test_a_file_with_other_contents_than_its_name_says_is_damaged(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_file_with_other_contents_than_its_name_says_is_damaged(tmp_path: Path
 
 
 def test_a_page_that_cannot_be_read_is_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packs(tmp_path).arena(WHAT, planned(), lay_out)
+    packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)
     real = mmap.mmap
 
     class Faulty(real):  # type: ignore[misc, valid-type]
@@ -234,7 +234,7 @@ def test_a_page_that_cannot_be_read_is_no_signal(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(mmap, "mmap", Faulty)
     with pytest.raises(Damaged, match="cannot be read"):
-        open_pack(only_file(tmp_path), WHAT, planned())
+        open_pack(only_file(tmp_path), {**WHAT, "version": "v1"}, planned())
 
 
 @pytest.mark.parametrize("kind", ["a file", "open to others"])
@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_used_costs_a_line(tmp_path: Path, caplog: pytes
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    assert packs(tmp_path).arena(WHAT, planned(), never) is None
+    assert packs(tmp_path).arena(WHAT, "v1", planned(), never) is None
     (record,) = caplog.records
     assert record.getMessage().startswith(f"cannot keep packed weights in {folder}: ")
 
@@ -253,15 +253,15 @@ def test_a_folder_that_cannot_be_used_costs_a_line(tmp_path: Path, caplog: pytes
 def test_a_full_disk_costs_a_line_and_packs_nobody_uses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used = packs(tmp_path).arena({"model": "used"}, planned(), lay_out)
+    used = packs(tmp_path).arena({"model": "used"}, "v1", planned(), lay_out)
     for number in range(2):
-        packs(tmp_path).arena({"model": str(number)}, planned(), lay_out)
+        packs(tmp_path).arena({"model": str(number)}, "v1", planned(), lay_out)
 
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert values(packs(tmp_path).arena(WHAT, planned(), lay_out)) == [1, 2]
+    assert values(packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)) == [1, 2]
     (record,) = caplog.records
     assert "No space left on device" in record.getMessage()
     # the one in use is there, and nothing half written
@@ -271,15 +271,15 @@ def test_a_full_disk_costs_a_line_and_packs_nobody_uses(
 
 def test_what_packing_raises_goes_through_and_nothing_is_kept(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="packed again"):
-        packs(tmp_path).arena(WHAT, planned(), never)
+        packs(tmp_path).arena(WHAT, "v1", planned(), never)
     assert not list((tmp_path / "packed").glob("*.pack"))
 
 
 def test_packs_nobody_uses_go_oldest_first(tmp_path: Path) -> None:
     cache = packs(tmp_path)
-    held = cache.arena({"model": "held"}, planned(), lay_out)
+    held = cache.arena({"model": "held"}, "v1", planned(), lay_out)
     for number in range(5):
-        cache.arena({"model": str(number)}, planned(), lay_out)
+        cache.arena({"model": str(number)}, "v1", planned(), lay_out)
     paths = sorted((tmp_path / "packed").glob("*.pack"), key=lambda path: path.stat().st_mtime_ns)
     now = time.time()
     for age, path in enumerate(reversed(paths)):
@@ -295,7 +295,22 @@ def test_packs_nobody_uses_go_oldest_first(tmp_path: Path) -> None:
 
 
 def test_using_a_pack_makes_it_young(tmp_path: Path) -> None:
-    packs(tmp_path).arena(WHAT, planned(), lay_out)
+    packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)
     os.utime(only_file(tmp_path), (1, 1))
-    packs(tmp_path).arena(WHAT, planned(), never)
+    packs(tmp_path).arena(WHAT, "v1", planned(), never)
     assert time.time() - only_file(tmp_path).stat().st_mtime < 60
+
+
+def test_a_newer_version_replaces_the_pack_of_the_same_weights(tmp_path: Path) -> None:
+    cache, other = packs(tmp_path), {**WHAT, "model": "xyz"}
+    cache.arena(other, "v1", planned(), lay_out)
+    first = cache.arena(WHAT, "v1", planned(), lay_out)
+    assert values(cache.arena(WHAT, "v2", planned(), lambda arena: lay_out(arena, 7))) == [7, 8]
+    # the old one is in use yet
+    assert values(first) == [1, 2]
+    assert len(list((tmp_path / "packed").glob("*.pack"))) == 3
+    del first
+    assert values(cache.arena(WHAT, "v3", planned(), lambda arena: lay_out(arena, 9))) == [9, 10]
+    left = sorted(path.stem.partition("-")[2] for path in (tmp_path / "packed").glob("*.pack"))
+    assert left == ["v1", "v3"]
+    assert values(cache.arena(other, "v1", planned(), never)) == [1, 2]
