@@ -31,8 +31,8 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
             param=f"engine.{field}",
         )
     cores = usable_cores()
-    count = env.get("OMP_NUM_THREADS", "")
-    share = int(count) if count.isdigit() else cores // max(1, workers.prefill + workers.decode)
+    given = env.get("OMP_NUM_THREADS", "")
+    own = int(given) if given.isdecimal() else 0
     return WorkerOptions(
         samples=role == "decode",
         model_dir=Path(settings.model.path) if settings.model.path else default_model_dir(cache_dir(env)),
@@ -47,7 +47,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         batching=engine.batching,
         batch_size=engine.batch_size,
         batch_window_s=engine.batch_window_s,
-        threads=engine.threads or max(1, share),
+        threads=engine.threads or own or max(1, cores // max(1, workers.prefill + workers.decode)),
         most_threads=engine.threads or cores,
         cores=cores,
         device=engine.device,

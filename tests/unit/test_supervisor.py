@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,8 @@ def test_each_process_is_told_its_own_secrets_only(tmp_path: Path) -> None:
     assert "BATON_MASTER_KEY_FILE" not in decode.env
     assert "NATS_URL" not in decode.env
     assert load_settings(env=decode.env).settings.bus.nats_url == "nats://n"
+    shared = replace(plan(tmp_path), settings=load_settings({"workers.decode": 2}).settings, threads=5)
+    assert service_spec(shared, "decode-2", "decode", env).env["OMP_NUM_THREADS"] == "5"
     policy = service_spec(plan(tmp_path), "policy", "policy", env)
     assert policy.env["BATON_MASTER_KEY_FILE"] == str(tmp_path / "secrets" / "master-key")
     assert policy.env["OMP_NUM_THREADS"] == "1"

@@ -9,6 +9,7 @@ import pytest
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.engine.batcher import BatcherConfig
+from shared.engine.cores import usable_cores
 from shared.engine.worker_engine import open_worker_engine
 from shared.engine.worker_settings import worker_options
 from shared.settings.load import load_settings
@@ -56,3 +57,18 @@ def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path
 def test_a_setting_that_means_nothing_is_named(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"engine.{name}"):
         batcher_config(tmp_path, "decode", **{name: value})
+
+
+def test_native_kernels_may_use_all_cores_and_torch_its_part() -> None:
+    def threads(env: dict[str, str], **flags: object) -> tuple[int, int, int]:
+        settings = load_settings({f"engine.{name}": value for name, value in flags.items()}, {}, None).settings
+        options = worker_options(settings, "decode", env)
+        return options.threads, options.most_threads, options.cores
+
+    cores = usable_cores()
+    # a prefill and a decode worker
+    assert threads({}) == (max(1, cores // 2), cores, cores)
+    # the supervisor counts the workers of all models
+    assert threads({"OMP_NUM_THREADS": "3"}) == (3, cores, cores)
+    assert threads({"OMP_NUM_THREADS": "3"}, threads=1) == (1, 1, cores)
+    assert threads({"OMP_NUM_THREADS": "many"}) == threads({}) == threads({"OMP_NUM_THREADS": "0"}, threads=0)
