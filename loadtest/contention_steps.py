@@ -63,9 +63,9 @@ def _plan(kind: str, vocab_size: int) -> StepPlan:
         table = tuple(range(CHUNK // BLOCK))
         return StepPlan(1, (ScheduledSequence("p", 0, ids, (table,), 0, None),))
     each = -(-(CONTEXT + 1) // BLOCK)
-    ids = torch.randint(0, vocab_size, (SEQUENCES,), generator=draw).tolist()
+    tokens = torch.randint(0, vocab_size, (SEQUENCES,), generator=draw).tolist()
     rows = []
-    for i, token in enumerate(ids):
+    for i, token in enumerate(tokens):
         table = tuple(range(CHUNK // BLOCK + i * each, CHUNK // BLOCK + (i + 1) * each))
         rows.append(ScheduledSequence(f"s{i}", CONTEXT, (token,), (table,), 1, greedy))
     return StepPlan(1, tuple(rows))
