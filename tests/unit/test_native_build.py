@@ -9,15 +9,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kernels.dispatch import choose
+from kernels.native import compiler as native_compiler
 from kernels.native import cpu
 from kernels.native.build import Built, compile_library, ensure_library
-from kernels.native.compiler import Compiler, NativeUnavailable, find_compiler
+from kernels.native.compiler import Compiler, NativeUnavailable, NoCompiler, find_compiler
 from kernels.native.cpu import LEVELS, NEEDED, VARIABLE, best_level, machine_level, parse_flags
 from kernels.native.library import open_library
 from services.cli.native_kernels import prepare_kernels
@@ -83,7 +85,7 @@ class FakeCompiler:
         path = folder / "fake-cc"
         path.write_text(
             "#!/bin/sh\n"
-            '[ "$1" = --version ] && { echo "fake 1.0"; exit 0; }\n'
+            'for last; do :; done\n[ "$last" = --version ] && { echo "fake 1.0"; exit 0; }\n'
             f'echo call >> "{self.calls}"\n'
             'while [ "$1" != -o ]; do shift; done\nout="$2"\n' + body + "\n"
         )
@@ -133,13 +135,128 @@ def test_a_library_that_is_not_what_was_built_is_built_again(tmp_path: Path, bui
     assert found.path.read_bytes() == data
 
 
-def test_without_a_compiler_a_kept_library_serves(tmp_path: Path, built: Built) -> None:
+def test_without_a_compiler_a_kept_library_serves(
+    tmp_path: Path, built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_compiler, "find_zig", lambda folder: None)
     compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
     found = ensure_library(tmp_path / "kept", level(), compiler.env)
     bare = {"PATH": str(tmp_path / "nothing")}
     assert ensure_library(tmp_path / "kept", level(), bare) == found
-    with pytest.raises(NativeUnavailable, match="no C compiler"):
+    with pytest.raises(NoCompiler, match="no C compiler"):
         ensure_library(tmp_path / "other", level(), bare)
+    with pytest.raises(NoCompiler, match=r"^CC=nothing-here -x is no C compiler that runs"):
+        ensure_library(tmp_path / "other", level(), {**os.environ, "CC": "nothing-here -x"})
+
+
+def test_the_compiler_may_have_arguments(tmp_path: Path, built: Built) -> None:
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    ccache = tmp_path / "ccache"
+    ccache.write_text('#!/bin/sh\nexec "$@"\n')
+    ccache.chmod(0o755)
+    plain = ensure_library(tmp_path / "kept", level(), compiler.env)
+    env = {**os.environ, "CC": f"'{ccache}' {compiler.env['CC']} -DMORE='a b'"}
+    found = find_compiler(env)
+    assert found is not None
+    assert found.command == (str(ccache), compiler.env["CC"], "-DMORE=a b")
+    assert found.version == "fake 1.0"
+    assert ensure_library(tmp_path / "kept", level(), env).path != plain.path
+    assert compiler.count() == 2
+    assert find_compiler({**os.environ, "CC": "'unclosed"}) is None
+
+
+def test_old_libraries_of_other_sources_go(tmp_path: Path, built: Built) -> None:
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    folder = tmp_path / "kept"
+    current = ensure_library(folder, level(), compiler.env).path
+    month = 31 * 86400
+    for name in ("old-avx2-0.so", "old-avx2-0.sum", "young-avx2-0.so", "young-avx2-0.sum"):
+        (folder / name).write_text(name)
+        os.utime(folder / name, (time.time() - month * name.startswith("old"),) * 2)
+    (folder / ".build-killed").mkdir()
+    (folder / ".build-killed" / "x.so").write_text("")
+    os.utime(current, (time.time() - month,) * 2)
+    again = ensure_library(folder, level(), {**compiler.env, "CC": f"{compiler.env['CC']} -DANOTHER"}).path
+    left = {path.name for path in folder.iterdir()}
+    pairs = {path.with_suffix(suffix).name for path in (current, again) for suffix in (".so", ".sum")}
+    assert left == {"lock", "young-avx2-0.so", "young-avx2-0.sum"} | pairs
+
+
+def test_a_library_in_use_is_not_old(tmp_path: Path, built: Built) -> None:
+    compiler = FakeCompiler(tmp_path, f'cp "{built.path}" "$out"')
+    path = ensure_library(tmp_path / "kept", level(), compiler.env).path
+    os.utime(path, (0, 0))
+    ensure_library(tmp_path / "kept", level(), compiler.env)
+    assert time.time() - path.stat().st_mtime < 3600
+
+
+# ---------------------------------------------------------------------------------------------------------------- zig
+
+
+def wheel(home: Path, built: Built) -> None:
+    """A `ziglang` wheel, unpacked, whose zig hands out a library built before."""
+    zig = home / "ziglang" / "zig"
+    zig.parent.mkdir(parents=True)
+    zig.write_text(
+        '#!/bin/sh\nfor last; do :; done\n[ "$last" = --version ] && { echo "clang of zig"; exit 0; }\n'
+        '[ "$1" = cc ] || exit 1\n'
+        f'while [ "$1" != -o ]; do shift; done\ncp "{built.path}" "$2"\n'
+    )
+    zig.chmod(0o755)
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment of a machine without a compiler, whose Python has no `ziglang` either."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "cp").symlink_to("/bin/cp")
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setattr(native_compiler.importlib.util, "find_spec", lambda name: None)
+    return {"PATH": str(tools), "BATON_CACHE": str(tmp_path / "cache")}
+
+
+def test_zig_is_fetched_where_there_is_no_compiler(tmp_path: Path, built: Built, bare: dict[str, str]) -> None:
+    folder, said = tmp_path / "cache" / "kernels", list[str]()
+    wanted = Settings(engine=EngineSettings(kernels="native"))
+
+    def fetch(folder: Path) -> None:
+        wheel(folder / f"zig-{native_compiler.ZIG}", built)
+
+    assert prepare_kernels(wanted, bare, said.append, fetch) == f"native kernels for {built.level}"
+    assert len(said) == 1
+    assert said[0].startswith("no C compiler: fetching zig")
+    found = find_compiler(bare, folder)
+    assert found is not None
+    assert found.version == "clang of zig"
+    assert found.command[1:4] == ("cc", "-target", f"{os.uname().machine}-linux-gnu")
+    # the second start finds the library, or builds it with the zig that is there
+    assert prepare_kernels(wanted, bare, said.append, pytest.fail) == f"native kernels for {built.level}"
+    assert len(said) == 1
+
+
+def test_without_a_network_torch_computes(bare: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    said = prepare_kernels(Settings(engine=EngineSettings(kernels="native")), bare)
+    assert said.startswith("no C compiler, and zig cannot be fetched: ERROR: No matching distribution found")
+    assert said.endswith("torch computes instead, more slowly")
+    assert [path.name for path in Path(bare["BATON_CACHE"], "kernels").iterdir()] == ["lock"]
+
+
+def test_a_compiler_that_was_named_is_not_replaced(bare: dict[str, str]) -> None:
+    wanted = Settings(engine=EngineSettings(kernels="native"))
+    said = prepare_kernels(wanted, {**bare, "CC": "icc"}, fetch=pytest.fail)
+    assert said.startswith("CC=icc is no C compiler that runs")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_zig_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_native()
+    if native_compiler.find_zig(None) is None:
+        pytest.skip("no ziglang in this environment")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ensure_library(tmp_path / "kept", level(), {"PATH": str(tmp_path)}).level == level().name
 
 
 @pytest.mark.parametrize(
@@ -251,6 +368,24 @@ def sanitized(compiler: Compiler) -> dict[str, str]:
     return {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1"}
 
 
+@pytest.mark.timeout(600)
+def test_no_sanitizer_finds_anything_in_any_operation(tmp_path: Path) -> None:
+    """The best level, compiled without optimization, which takes a tenth of the time."""
+    require_native()
+    real = find_compiler(os.environ)
+    assert real is not None
+    slow = tmp_path / "slow-cc"
+    command = shlex.join((*real.command, *SANITIZERS, "-O0"))
+    slow.write_text(f'#!/bin/sh\nfor a; do shift; [ "$a" = -O3 ] || set -- "$@" "$a"; done\nexec {command} "$@"\n')
+    slow.chmod(0o755)
+    env = {**sanitized(real), "CC": str(slow), "BATON_CACHE": str(tmp_path / "cache")}
+    tests = ["tests/unit/test_native_levels.py", "-k", f"right and {level().name}-"]
+    command_line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command_line, env=env, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("2 passed"), done.stdout[-500:]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -264,7 +399,12 @@ def test_no_sanitizer_finds_anything(tmp_path: Path, dtype: str) -> None:
         "CC": shlex.join((*real.command, *SANITIZERS)),
         "BATON_CACHE": str(tmp_path / "cache"),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_native_kernels.py"]
+    files = [
+        "tests/unit/test_native_kernels.py",
+        "tests/unit/test_native_attention.py",
+        "tests/unit/test_native_quant.py",
+    ]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not long", *files]
     done = subprocess.run([*command, "-k", dtype], env=env, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout[-500:]
