@@ -46,6 +46,7 @@ def split_linear_kernel(
     x_row: tl.int64,
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    WHOLE_ZERO: tl.constexpr,
     ACC: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,8 +60,8 @@ def split_linear_kernel(
     m_n, m_m = o_n < out_features, o_m < num_rows
     b_sum = split_sum(
         x_ptr, w_ptr, scale_ptr, zero_ptr, o_m * x_row, m_m, o_n, m_n, i_s * split,
-        tl.minimum(i_s * split + split, in_features), in_features, out_features, GROUP, HAS_ZERO, ACC, EVEN_K,
-        BLOCK_K, BLOCK_N, BLOCK_M,
+        tl.minimum(i_s * split + split, in_features), in_features, out_features, GROUP, HAS_ZERO, WHOLE_ZERO, ACC,
+        EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
     )  # fmt: skip
     p_part = part_ptr + (i_s.to(tl.int64) * num_rows + o_m[:, None]) * out_features + o_n[None, :]
     tl.store(p_part, tl.trans(b_sum), mask=m_m[:, None] & m_n[None, :])
@@ -110,6 +111,7 @@ def tile_linear_kernel(
     x_row: tl.int64,
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    WHOLE_ZERO: tl.constexpr,
     ACC: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
@@ -136,15 +138,15 @@ def tile_linear_kernel(
         if ONE_SPLIT:
             b_sum = split_sum(
                 x_ptr, w_ptr, scale_ptr, zero_ptr, o_m * x_row, m_m, o_n, m_n, 0, in_features, in_features,
-                out_features, GROUP, HAS_ZERO, ACC, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
+                out_features, GROUP, HAS_ZERO, WHOLE_ZERO, ACC, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
             )  # fmt: skip
         else:
             b_sum = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
             for first in range(0, in_features, split):
                 b_sum += split_sum(
                     x_ptr, w_ptr, scale_ptr, zero_ptr, o_m * x_row, m_m, o_n, m_n, first,
-                    tl.minimum(first + split, in_features), in_features, out_features, GROUP, HAS_ZERO, ACC, EVEN_K,
-                    BLOCK_K, BLOCK_N, BLOCK_M,
+                    tl.minimum(first + split, in_features), in_features, out_features, GROUP, HAS_ZERO, WHOLE_ZERO,
+                    ACC, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
                 )  # fmt: skip
         b_y = finished(
             tl.trans(b_sum), row_scale_ptr, column_scale_ptr, bias_ptr, o_m, m_m, o_n, m_n, HAS_ROW_SCALE,
@@ -187,14 +189,20 @@ class Shape:
     num_stages: int
 
 
-def launch_shape(weight: DeviceWeight, num_rows: int) -> Shape:
-    """Tiles for a weight and a row count."""
+def launch_shape(weight: DeviceWeight, num_rows: int, one_split: bool) -> Shape:
+    """Tiles for a weight and a row count, as an H200 likes them."""
+    eight = weight.kind in ("int8", "int4")
     block_k = 64 if weight.kind == "plain" else 128
     if weight.data.dtype == torch.float32:
         block_k = 32
+    if num_rows <= 16:
+        return Shape(BLOCK_N, 16, block_k, 4, 3 if eight else 4)
     if num_rows <= 64:
-        return Shape(BLOCK_N, max(triton.next_power_of_2(num_rows), 16), block_k, 4, 4)
-    return Shape(128, 128, block_k, 8, 3)
+        block_n = 128 if weight.kind == "int8" else BLOCK_N
+        return Shape(block_n, triton.next_power_of_2(num_rows), block_k, 4, 3 if eight else 6)
+    if one_split and num_rows > 128 and weight.data.itemsize == 2:
+        return Shape(128, 256, block_k, 8, 3)
+    return Shape(128, 128, block_k, 8, 4 if weight.data.itemsize == 2 else 3)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -261,7 +269,7 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
     exact = weight.kind == "w8a8"
     column_scales = None if weight.kind == "int4" else weight.scales
     split_grid = splits > 1 and num_rows <= _SPLIT_ROWS
-    shape = launch_shape(weight, num_rows)
+    shape = launch_shape(weight, num_rows, splits == 1)
     source = {
         "x_ptr": x,
         "w_ptr": weight.data,
@@ -274,6 +282,7 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
         "x_row": x.stride(0),
         "GROUP": weight.group,
         "HAS_ZERO": weight.zeros is not None,
+        "WHOLE_ZERO": whole_zeros(weight),
         "EVEN_K": weight.in_features % shape.block_k == 0,
         "BLOCK_K": shape.block_k,
         "BLOCK_N": shape.block_n,
@@ -311,6 +320,11 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
         num_warps=4,
     )
     return y
+
+
+def whole_zeros(weight: DeviceWeight) -> bool:
+    """Whether every zero of a weight is an integer, which is cheaper to take off."""
+    return weight.zeros is None or weight.zeros.dtype == torch.uint8
 
 
 def _check(x: Tensor, weight: DeviceWeight) -> None:

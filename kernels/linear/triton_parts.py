@@ -32,7 +32,7 @@ def split_sum(
     x_ptr,  # [num_rows, in_features], rows contiguous
     w_ptr,  # see DeviceWeight.data
     scale_ptr,  # [groups, out_features], with GROUP
-    zero_ptr,  # [groups, out_features], with HAS_ZERO
+    zero_ptr,  # [groups, out_features], with HAS_ZERO; without it zeros are 8
     o_x,  # [BLOCK_M] int64, where the rows of x begin
     m_x,  # [BLOCK_M]
     o_n,  # [BLOCK_N] int64, rows of the weight
@@ -43,6 +43,7 @@ def split_sum(
     out_features,
     GROUP: tl.constexpr,  # of int4; 0 = data is [out, in]
     HAS_ZERO: tl.constexpr,
+    WHOLE_ZERO: tl.constexpr,  # zeros are integers, 0 to 16
     ACC: tl.constexpr,
     EVEN_K: tl.constexpr,  # in_features is a multiple of BLOCK_K
     BLOCK_K: tl.constexpr,
@@ -80,8 +81,10 @@ def split_sum(
                     b_zero = tl.load(zero_ptr + o_s, mask=m_n & m_g, other=0.0).to(tl.float32)
                 else:
                     b_zero = tl.full([BLOCK_N], 8.0, tl.float32)
-                b_part = tl.dot(_steps(b_q & 15, b_zero).to(b_low.dtype), b_low, input_precision="ieee")
-                b_part = tl.dot(_steps(b_q >> 4, b_zero).to(b_low.dtype), b_high, b_part, input_precision="ieee")
+                b_steps = _low_steps(b_q, b_zero, WHOLE_ZERO).to(b_low.dtype)
+                b_part = tl.dot(b_steps, b_low, input_precision="ieee")
+                b_steps = _high_steps(b_q, b_zero, WHOLE_ZERO).to(b_low.dtype)
+                b_part = tl.dot(b_steps, b_high, b_part, input_precision="ieee")
                 b_acc += b_part * b_scale[:, None]
     return b_acc
 
@@ -89,8 +92,8 @@ def split_sum(
 @triton.jit
 def _add_product(b_acc, b_w, b_x, ACC: tl.constexpr):
     if b_w.dtype == tl.int8 and b_x.dtype != tl.int8:
-        # exact, and cheaper than a conversion of integers: the float whose last bits are the value
-        b_bits = ((b_w.to(tl.int32) + 128) | 0x4B000000).to(tl.float32, bitcast=True)
+        # exact, and cheaper than a conversion of integers: the bits of 2**23 + 128 + w
+        b_bits = ((b_w.to(tl.int32) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True)
         b_sum = tl.dot((b_bits - 8388736.0).to(b_x.dtype), b_x, b_acc, input_precision="ieee")
     elif b_w.dtype == tl.float8e4nv:
         # tensor cores add float8 products in few bits: each piece is added up outside
@@ -101,10 +104,25 @@ def _add_product(b_acc, b_w, b_x, ACC: tl.constexpr):
 
 
 @triton.jit
-def _steps(b_q, b_zero):
-    """q - zero as float32, q in 0..15 in bytes."""
-    b_bits = (b_q.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-    return b_bits - 8388608.0 - b_zero[:, None]
+def _low_steps(b_q, b_zero, WHOLE_ZERO: tl.constexpr):
+    """q - zero of the low nibbles as float32: the bits of 2**23 + q, from which one subtraction takes both off."""
+    b_bits = ((b_q.to(tl.int32) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
+    if WHOLE_ZERO:
+        b_steps = b_bits - (b_zero + 8388608.0)[:, None]
+    else:
+        b_steps = b_bits - 8388608.0 - b_zero[:, None]
+    return b_steps
+
+
+@triton.jit
+def _high_steps(b_q, b_zero, WHOLE_ZERO: tl.constexpr):
+    """q - zero of the high nibbles: they stay where they are, 2**23 + 16 q, and the product with 1 / 16 is exact."""
+    b_bits = ((b_q.to(tl.int32) & 0xF0) | 0x4B000000).to(tl.float32, bitcast=True)
+    if WHOLE_ZERO:
+        b_steps = b_bits * 0.0625 - (b_zero + 524288.0)[:, None]
+    else:
+        b_steps = b_bits * 0.0625 - 524288.0 - b_zero[:, None]
+    return b_steps
 
 
 @triton.jit

@@ -27,8 +27,8 @@ class DeviceWeight:
     - plain: `data` [out, in], the dtype of x.
     - int8: `data` [out, in] int8, `scales` [out]; x stays as it is.
     - int4: `data` [groups, out, group / 2] uint8; byte j of a row holds feature j of its group in the low nibble and
-      feature j + group / 2 in the high one. A value is (q - zero) * scale; `scales`, `zeros` [groups, out], no zeros
-      means 8.
+      feature j + group / 2 in the high one. A value is (q - zero) * scale; `scales`, `zeros` [groups, out]; zeros are
+      uint8 or floats, none means 8.
     - w8a8, fp8: `data` [out, in] int8 or float8_e4m3fn, `scales` [out]; rows of x are quantized on the way in.
     """
 
@@ -87,8 +87,8 @@ def int4_groups(weight: Tensor, group: int, bias: Tensor | None = None) -> Devic
     # zero stays representable
     low, high = low.clamp(max=0), high.clamp(min=0)
     scales = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
-    zeros = (-low / scales).round().clamp(0, 15)
-    q = (values / scales[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
+    zeros = (-low / scales).round().clamp(0, 15).to(torch.uint8)
+    q = (values / scales[..., None] + zeros[..., None].float()).round().clamp(0, 15).to(torch.uint8)
     return from_int4(q.view(out_features, in_features), scales, zeros, group, bias=bias)
 
 
@@ -104,7 +104,7 @@ def from_int4(
 
     Args:
         q: [out, in] uint8, 0 to 15.
-        scales, zeros: [out, in / group] floats; no zeros means 8 everywhere.
+        scales, zeros: [out, in / group] floats; zeros uint8 where they are whole, 0 to 16; no zeros means 8 everywhere.
         permutation: [in] int64, where q's features are permuted.
     """
     check_shape("q", q, None, None)
@@ -115,7 +115,7 @@ def from_int4(
     check_dtype("scales", scales, *FLOATS)
     if zeros is not None:
         check_shape("zeros", zeros, *scales.shape)
-        check_dtype("zeros", zeros, *FLOATS)
+        check_dtype("zeros", zeros, torch.uint8, *FLOATS)
     if permutation is not None:
         check_shape("permutation", permutation, in_features)
         check_dtype("permutation", permutation, torch.int64)
@@ -171,7 +171,7 @@ def from_gptq(
         else:
             q = q[permutation]
     q = q.to(torch.uint8).T.contiguous()
-    return from_int4(q, scales.T, zeros.to(scales.dtype).T, group, permutation, bias)
+    return from_int4(q, scales.T, zeros.to(torch.uint8).T, group, permutation, bias)
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> DeviceWeight:
@@ -188,7 +188,7 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int, bias: 
     columns = torch.tensor(_AWQ_ORDER).argsort().to(qweight.device)
     q = _nibbles(qweight)[..., columns].reshape(in_features, out_features).to(torch.uint8).T.contiguous()
     zeros = _nibbles(qzeros)[..., columns].reshape(-1, out_features)
-    return from_int4(q, scales.T, zeros.to(scales.dtype).T, group, bias=bias)
+    return from_int4(q, scales.T, zeros.to(torch.uint8).T, group, bias=bias)
 
 
 def dequantized(weight: DeviceWeight) -> Tensor:

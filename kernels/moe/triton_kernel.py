@@ -24,6 +24,7 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
+from kernels.linear.triton_kernel import whole_zeros
 from kernels.linear.triton_parts import finished, split_features, split_sum
 from kernels.linear.triton_weights import DeviceWeight
 
@@ -126,6 +127,7 @@ def grouped_linear_kernel(
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
+    WHOLE_ZERO: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -147,7 +149,7 @@ def grouped_linear_kernel(
         b_sum += split_sum(
             x_ptr, w_ptr + expert * w_expert, scale_ptr, zero_ptr + expert * scale_expert, o_pair // TOP_K * x_row,
             m_m, o_n, m_n, first, tl.minimum(first + split, in_features), in_features, out_features, GROUP, HAS_ZERO,
-            tl.float32, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
+            WHOLE_ZERO, tl.float32, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     b_y = finished(
         tl.trans(b_sum), scale_ptr, scale_ptr, scale_ptr, o_pair, m_m, o_n, m_n, False, HAS_COLUMN_SCALE, False
@@ -335,6 +337,7 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
         TOP_K=top_k,
         GROUP=weight.group,
         HAS_ZERO=weight.zeros is not None,
+        WHOLE_ZERO=whole_zeros(weight),
         HAS_COLUMN_SCALE=weight.kind == "int8",
         EVEN_K=weight.in_features % block_k == 0,
         BLOCK_K=block_k,
