@@ -18,6 +18,9 @@ from shared.settings.load import ROOT, as_environment
 from shared.settings.models import for_model, served_models
 from shared.settings.sections import SECTIONS, ModelEntry, Settings
 
+START_S = 180.0
+WORKER_START_S = 900.0
+"""The first start packs a model's weights, which takes minutes for a large one on a slow disk."""
 CONTROL = ("policy", "prefix-cache-index")
 SECRET_FILES: dict[str, dict[str, Callable[[Credentials], Path]]] = {
     "policy": {
@@ -173,7 +176,7 @@ def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str
         folder=ROOT,
         log=plan.state.log(name),
         ready=ready_file(plan.state.ready(name)),
-        start_timeout_s=180.0,
+        start_timeout_s=WORKER_START_S if service in ("prefill", "decode") else START_S,
         stop_timeout_s=stop_s,
     )
 

@@ -87,7 +87,7 @@ class CoreShare:
         except OSError as exc:
             log.warning("cannot look at %s, where workers share cores: %s", self._folder, exc.strerror)
             return
-        del names[self._own]
+        names.pop(self._own, None)
         for name in self._others.keys() - names.keys():
             del self._others[name]
         for name, path in names.items():

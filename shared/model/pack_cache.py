@@ -91,6 +91,7 @@ class PackCache:
                 return found
             for left in self.folder.glob(f"{TEMP_PREFIX}*"):  # of a packer that was killed: we hold the lock
                 left.unlink(missing_ok=True)
+            log.info("packing weights, once: %d MB, to be kept in %s", plan.used // 10**6, self.folder)
             arena = Arena(plan.used)
             fill(arena)
             try:

@@ -9,6 +9,7 @@ lock on it as long as its mapping lives, so that nobody takes it for unused.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import mmap
@@ -85,9 +86,7 @@ def open_pack(path: Path, what: Mapping[str, str], plan: Arena) -> Arena | None:
         with contextlib.suppress(OSError):
             os.utime(file.fileno())  # when it was last used
         # the mapping keeps the file open, and with it the lock
-        memory = mmap.mmap(file.fileno(), begin + size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    _advise(memory, mmap.MADV_HUGEPAGE)
-    return Arena.over(memory, begin)
+        return Arena.over(_mapped(file, begin + size), begin)
 
 
 def in_use(path: Path) -> bool:
@@ -131,20 +130,24 @@ def _read_head(file: BinaryIO, file_bytes: int, what: Mapping[str, str], plan: A
 
 def _digest(file: BinaryIO, begin: int, size: int) -> str:
     """Of the contents, through a mapping of its own: what a worker does not use stays out of its memory."""
-    memory = mmap.mmap(file.fileno(), begin + size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    _advise(memory, mmap.MADV_HUGEPAGE)
+    memory = _mapped(file, begin + size)
     try:
         memory.madvise(_POPULATE_READ)
     except OSError as exc:
-        if exc.strerror != os.strerror(22):  # EINVAL: a kernel that cannot; reading brings the pages in as well
+        if exc.errno != errno.EINVAL:  # a kernel that cannot; reading brings the pages in as well
             raise Damaged(f"it cannot be read: {exc.strerror}") from exc
     with memory, memoryview(memory) as view:
         return str(xxhash.xxh3_128_hexdigest(view[begin:]))
 
 
-def _advise(memory: mmap.mmap, advice: int) -> None:
+def _mapped(file: BinaryIO, size: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except ValueError as exc:
+        raise Damaged("it was cut off meanwhile") from exc
     with contextlib.suppress(OSError):
-        memory.madvise(advice)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _read(file: BinaryIO, count: int) -> bytes:
