@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.aot import operations
 from kernels.attention import triton_attention
 from kernels.attention.triton_tuning import HEAD_DIMS
 
@@ -33,6 +34,7 @@ def variants() -> Iterator[Variant]:
     yield from _attention()
     yield Variant("attention-plan", _plan)
     yield Variant("attention-plan-window", lambda: _plan(4096))
+    yield from operations.variants(Variant)
 
 
 def _attention() -> Iterator[Variant]:

@@ -17,7 +17,7 @@ from kernels.bench.limits import Limits, measure
 from kernels.bench.row import Case, Measured
 from kernels.bench.timing import seconds
 
-SUITES = ("attention", "blocks")
+SUITES = ("attention", "blocks", "linear", "steps")
 
 
 def run(case: Case, limits: Limits) -> Measured:

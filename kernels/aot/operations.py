@@ -1,0 +1,132 @@
+"""Launches compiled ahead of all operations but attention and the pool's, at shapes of an 8B model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.activation.triton_kernel import GATES, gate_mul
+from kernels.linear.triton_kernel import linear
+from kernels.linear.triton_weights import DeviceWeight, Kind
+from kernels.moe.triton_kernel import experts, route
+from kernels.norm.triton_kernel import add_rms_norm, rms_norm, rms_norm_heads
+from kernels.rotary.triton_kernel import HEAD_DIMS, HeadNorm, rotary_store_kv
+from kernels.sampling.triton_kernel import Bias, Penalties, SamplingRows, sample
+from kernels.sampling.triton_logprobs import accept, top_logprobs
+
+if TYPE_CHECKING:
+    from kernels.aot.variants import Variant
+
+Make = Callable[..., "Variant"]
+HIDDEN, WIDTH, VOCAB, EXPERTS = 4096, 14336, 128256, 8
+_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
+_SM90 = ((9, 0),)
+
+
+def variants(make: Make) -> Iterator[Variant]:
+    """All rows, made by `make(name, call, may_spill, chips)`."""
+    yield from _small(make)
+    yield from _rotary(make)
+    yield from _linear(make)
+    yield from _experts(make)
+    yield from _sampling(make)
+
+
+def _small(make: Make) -> Iterator[Variant]:
+    for dtype in (_BF16, torch.float16):
+        name, x, weight = str(dtype)[6:], torch.empty(2, HIDDEN, dtype=dtype), torch.empty(HIDDEN, dtype=dtype)
+        yield make(f"norm-{name}", lambda x=x, weight=weight: rms_norm(x, weight, 1e-5))
+        yield make(f"norm-add-{name}", lambda x=x, weight=weight: add_rms_norm(x, x, weight, 1e-5))
+    heads = torch.empty(2, 40, 128, dtype=_BF16)
+    yield make("norm-heads", lambda: rms_norm_heads(heads, heads[0, 0], 1e-6, 1.0))
+    for gate in GATES:
+        yield make(f"activation-{gate}", lambda gate=gate: gate_mul(torch.empty(2, 2 * WIDTH, dtype=_BF16), gate))
+
+
+def _rotary(make: Make) -> Iterator[Variant]:
+    for head_dim in HEAD_DIMS:
+        yield make(f"rotary-store-{head_dim}", lambda d=head_dim: _rotate(d, _BF16))
+    yield make("rotary-store-128-norm", lambda: _rotate(128, _BF16, with_norm=True))
+    yield make("rotary-store-128-int8", lambda: _rotate(128, torch.int8))
+    yield make("rotary-store-128-float8_e4m3fn", lambda: _rotate(128, _FP8), chips=_SM90)
+
+
+def _rotate(head_dim: int, kv_dtype: torch.dtype, with_norm: bool = False) -> None:
+    weight, index = torch.empty(head_dim, dtype=_BF16), torch.zeros(2, dtype=torch.int64)
+    rotary_store_kv(
+        torch.empty(2, 48, head_dim, dtype=_BF16),
+        torch.empty(16, 2, head_dim),
+        index,
+        # a layer of three, so that strides divide as a model's do
+        torch.empty(1, 3, 2, 8, 16, head_dim, dtype=kv_dtype)[:, 1],
+        index,
+        32,
+        HeadNorm(weight, weight, 1e-6) if with_norm else None,
+        None if kv_dtype == _BF16 else torch.empty(1, 3, 2, 8, 16)[:, 1],
+    )
+
+
+def _linear(make: Make) -> Iterator[Variant]:
+    """The product before attention (split for few rows) and the one that is never split."""
+    for kind, group in _formats():
+        chips = {"chips": _SM90} if kind == "fp8" else {}
+        for rows in (1, 64, 512):
+            for out_features in (6144, 2 * WIDTH):
+                name = f"linear-{kind}{f'-{group}' if group else ''}-{rows}-{out_features}"
+                weight, x = _weight(kind, group, out_features), torch.empty(rows, HIDDEN, dtype=_BF16)
+                yield make(name, lambda x=x, weight=weight: linear(x, weight), True, **chips)
+
+
+def _formats() -> Iterator[tuple[Kind, int]]:
+    yield from (("plain", 0), ("int8", 0), ("int4", 32), ("int4", 128), ("w8a8", 0), ("fp8", 0))
+
+
+def _weight(kind: Kind, group: int, out_features: int, in_features: int = HIDDEN, *stack: int) -> DeviceWeight:
+    """A weight of which nothing is ever read: its memory is never touched."""
+    dtypes = {"plain": _BF16, "int8": torch.int8, "int4": torch.uint8, "w8a8": torch.int8, "fp8": _FP8}
+    shape: tuple[int, ...] = (out_features, in_features)
+    scales, zeros = torch.empty(*stack, out_features), None
+    if kind == "int4":
+        groups = in_features // group
+        shape = (groups, out_features, group // 2)
+        scales = torch.empty(*stack, groups, out_features, dtype=_BF16)
+        zeros = torch.empty(*stack, groups, out_features, dtype=torch.uint8)
+    data = torch.empty(*stack, *shape, dtype=dtypes[kind])
+    return DeviceWeight(kind, data, in_features, out_features, group, None if kind == "plain" else scales, zeros)
+
+
+def _experts(make: Make) -> Iterator[Variant]:
+    yield make("experts-route", lambda: route(torch.empty(2, EXPERTS), 2))
+    for kind, group in (("plain", 0), ("int8", 0), ("int4", 128)):
+        up = _weight(kind, group, 2 * WIDTH, HIDDEN, EXPERTS)  # type: ignore[arg-type]
+        down = _weight(kind, group, HIDDEN, WIDTH, EXPERTS)  # type: ignore[arg-type]
+        for tokens in (2, 100, 1000):
+            yield make(f"experts-{kind}-{tokens}", lambda t=tokens, up=up, down=down: _mix(t, up, down), True)
+
+
+def _mix(tokens: int, up: DeviceWeight, down: DeviceWeight) -> Tensor:
+    ids, shares = torch.zeros(tokens, 2, dtype=torch.int32), torch.empty(tokens, 2)
+    return experts(torch.empty(tokens, HIDDEN, dtype=_BF16), up, down, ids, shares)
+
+
+def _sampling(make: Make) -> Iterator[Variant]:
+    logits, one = torch.empty(1, VOCAB), torch.empty(1)
+    rows = SamplingRows(
+        one, one.int(), one.double(), one.double(), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    )
+    words = torch.empty(1, VOCAB // 32, dtype=torch.int32)
+    counts = torch.empty(1, VOCAB, dtype=torch.int32)
+    full = SamplingRows(
+        *(rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position),
+        penalties=Penalties(one, one, one, one.int(), counts, words),
+        bias=Bias(torch.zeros(1, 32, dtype=torch.int32), torch.empty(1, 32)),
+        mask=words,
+    )
+    yield make("sampling", lambda: sample(logits, rows))
+    yield make("sampling-adjusted", lambda: sample(logits, full))
+    yield make("sampling-top", lambda: top_logprobs(logits, one, 20))
+    tokens = torch.zeros(5, dtype=torch.int64)
+    yield make("sampling-accept", lambda: accept(tokens, tokens, torch.zeros(2, dtype=torch.int32)))
