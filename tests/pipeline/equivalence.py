@@ -45,6 +45,7 @@ from shared.kv.block_table import BlockTable
 from shared.kv.digest import span_digest
 from shared.kv.layout import PoolLayout
 from shared.kv.pool import Pool, create_pool
+from shared.kv.transfer import zero_rest
 from shared.model.config import layer_groups
 from shared.model.decoder import Model
 
@@ -367,7 +368,10 @@ def hand_off(
         attempt = Attempt(RequestId(seq_id), Epoch(1), Dispatch(1))
         valid = num_tokens % BLOCK_SIZE
         if valid and len(source) > source.num_shared:
-            assert not prefill.pool.views()[0][source.block_ids[-1], :, :, :, valid:].any(), "a tail is not zeroed"
+            tail = bytes(prefill.pool.span(0, source.block_ids[-1]))
+            zeroed = bytearray(tail)
+            zero_rest(memoryview(zeroed), prefill.pool.layout.groups[0], valid)
+            assert tail == zeroed, "a tail is not zeroed"
         for position in range(target.num_shared, len(source)):
             generation = source.generations[position]
             here, there = (
