@@ -2,7 +2,8 @@
 
 Everything is said in distances d = max - scaled >= 0, whose float32 bits rise with d as integers. A row's survivors are
 the tokens whose bits are below a limit, and of those at the limit the ones up to an id: two numbers a row. They are
-found by bisection over the 31 bits, on the few candidates that a histogram of d leaves.
+found by bisection over the 31 bits, on the few candidates that a histogram of d leaves. Three launches: histograms of
+all splits of all rows, the candidates gathered, the limits found.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.sampling import GREEDY_BELOW
+
 INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
 """The bits of an infinite distance: a masked token's."""
+GREEDY: tl.constexpr = tl.constexpr(GREEDY_BELOW)
 BINS: tl.constexpr = tl.constexpr(256)
 BINS_PER_UNIT: tl.constexpr = tl.constexpr(8.0)
 CANDIDATES = 16384
@@ -19,58 +23,134 @@ CANDIDATES = 16384
 
 
 @triton.jit
-def filter_kernel(
+def row_filters(temperature_ptr, top_k_ptr, top_p_ptr, i_r, vocab_size):
+    """Whether a row's tokens are counted (top-k) and weighed (top-p): 0 or 1 each. Integers, as Triton's interpreter
+    does not broadcast the truth of floats."""
+    drawn = (tl.load(temperature_ptr + i_r) >= GREEDY).to(tl.int32)
+    k = tl.load(top_k_ptr + i_r)
+    by_count = ((k > 0) & (k < vocab_size)).to(tl.int32) * drawn
+    return by_count, (tl.load(top_p_ptr + i_r) < 1.0).to(tl.int32) * drawn
+
+
+@triton.jit
+def row_best(part_max_ptr, i_r, num_splits, SPLITS: tl.constexpr):
+    """A row's largest scaled logit; 0 for a row with nothing allowed, where every distance is infinite."""
+    o_s = tl.arange(0, SPLITS)
+    best = tl.max(tl.load(part_max_ptr + i_r * num_splits + o_s, mask=o_s < num_splits, other=float("-inf")), axis=0)
+    return tl.where(best == float("-inf"), 0.0, best)
+
+
+@triton.jit
+def histogram_kernel(
     scaled_ptr,  # [num_rows, vocab_size] float32, logits over temperature
     part_max_ptr,  # [num_rows, num_splits] float32
-    part_mass_ptr,  # [num_rows, num_splits] float64, sum of exp(scaled - part_max)
     temperature_ptr,  # [num_rows] float32
     top_k_ptr,  # [num_rows] int32
     top_p_ptr,  # [num_rows] float64
+    histogram_ptr,  # [num_rows, num_splits, BINS] int32, written for rows with top-k or top-p
+    vocab_size,
+    SPLITS: tl.constexpr,  # power of two >= num_splits
+    BLOCK: tl.constexpr,
+):
+    """How far the tokens of a split are. Grid: (num_rows, num_splits)."""
+    i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    by_count, by_mass = row_filters(temperature_ptr, top_k_ptr, top_p_ptr, i_r, vocab_size)
+    if by_count + by_mass == 0:
+        return
+    best = row_best(part_max_ptr, i_r, num_splits, SPLITS)
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    b_scaled = tl.load(scaled_ptr + i_r * vocab_size + o_v, mask=o_v < vocab_size, other=float("-inf"))
+    # the last bin counts what is behind the row's end too; nobody asks how many it holds
+    counts = tl.histogram(_bin(b_scaled, best), BINS)
+    tl.store(histogram_ptr + (i_r * num_splits + i_s) * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit
+def gather_kernel(
+    scaled_ptr,  # [num_rows, vocab_size] float32
+    part_max_ptr,  # [num_rows, num_splits] float32
+    part_mass_ptr,  # [num_rows, num_splits] float64, sum of exp(scaled - part_max), for rows with top-p
+    temperature_ptr, top_k_ptr, top_p_ptr,  # as histogram_kernel
+    histogram_ptr,  # [num_rows, num_splits, BINS] int32
+    value_ptr,  # [num_rows, candidates] float32, written: candidates' scaled logits
+    id_ptr,  # [num_rows, candidates] int32, written: their ids, ascending
+    mass_ptr,  # [num_rows] float64, written: sum of exp(-d)
+    found_ptr,  # [num_rows, 2] int32, written: how many candidates there are, room or not; their last bin
+    vocab_size,
+    candidates,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tokens that may survive. Grid: (num_rows, num_splits)."""
+    i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    by_count, by_mass = row_filters(temperature_ptr, top_k_ptr, top_p_ptr, i_r, vocab_size)
+    if by_count + by_mass == 0:
+        return
+    best = row_best(part_max_ptr, i_r, num_splits, SPLITS)
+    o_s, o_b = tl.arange(0, SPLITS), tl.arange(0, BINS)
+    m_s = o_s < num_splits
+    b_max = tl.load(part_max_ptr + i_r * num_splits + o_s, mask=m_s, other=float("-inf"))  # [SPLITS]
+    b_mass = tl.load(part_mass_ptr + i_r * num_splits + o_s, mask=m_s & (by_mass > 0), other=0.0)  # [SPLITS]
+    mass = tl.sum(b_mass * tl.exp(b_max.to(tl.float64) - best.to(tl.float64)), axis=0)
+    p_counts = histogram_ptr + (i_r * num_splits + o_s)[:, None] * BINS + o_b[None, :]
+    b_counts = tl.load(p_counts, mask=m_s[:, None], other=0)  # [SPLITS, BINS]
+    top_p, k = tl.load(top_p_ptr + i_r), tl.load(top_k_ptr + i_r)
+    last_bin = _last_bin(tl.sum(b_counts, axis=0), mass, k, top_p, by_count)
+    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
+    m_v = o_v < vocab_size
+    b_scaled = tl.load(scaled_ptr + i_r * vocab_size + o_v, mask=m_v, other=float("-inf"))
+    near = m_v & (_bin(b_scaled, best) <= last_bin)
+    # what stands behind the row's end is in the last bin of the last split: it moves nobody
+    held = tl.sum(tl.where(o_b[None, :] <= last_bin, b_counts, 0), axis=1)  # [SPLITS]
+    first = tl.sum(tl.where(o_s < i_s, held, 0), axis=0)
+    o_c = first + tl.cumsum(near.to(tl.int32), axis=0) - 1
+    m_c = near & (o_c < candidates)
+    tl.store(value_ptr + i_r * candidates + o_c, b_scaled, mask=m_c)
+    tl.store(id_ptr + i_r * candidates + o_c, o_v, mask=m_c)
+    if i_s == num_splits - 1:
+        tl.store(mass_ptr + i_r, mass)
+        tl.store(found_ptr + 2 * i_r, first + tl.sum(near.to(tl.int32), axis=0))
+        tl.store(found_ptr + 2 * i_r + 1, last_bin)
+
+
+@triton.jit
+def limit_kernel(
+    scaled_ptr,  # [num_rows, vocab_size] float32
+    part_max_ptr,  # [num_rows, num_splits] float32
+    temperature_ptr, top_k_ptr, top_p_ptr,  # as histogram_kernel
     min_p_ptr,  # [num_rows] float64
-    value_ptr,  # [num_rows, candidates] float32 scratch
-    id_ptr,  # [num_rows, candidates] int32 scratch
+    value_ptr, id_ptr,  # [num_rows, candidates], as gather_kernel
+    mass_ptr,  # [num_rows] float64
+    found_ptr,  # [num_rows, 2] int32
     max_ptr,  # [num_rows] float32, written: the row's largest scaled logit
     limit_ptr,  # [num_rows, 2] int32, written: bits of the limit, last id that survives at the limit
     vocab_size,
     num_splits,
     candidates,
-    greedy_below,
-    SPLITS: tl.constexpr,  # power of two >= num_splits
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: (num_rows,)."""
     i_r = tl.program_id(0).to(tl.int64)
-    o_s = tl.arange(0, SPLITS)
-    m_s = o_s < num_splits
-    b_max = tl.load(part_max_ptr + i_r * num_splits + o_s, mask=m_s, other=float("-inf"))  # [SPLITS]
-    best = tl.max(b_max, axis=0)
-    # a row with nothing allowed: every distance is infinite
-    best = tl.where(best == float("-inf"), 0.0, best)
+    best = row_best(part_max_ptr, i_r, num_splits, SPLITS)
     tl.store(max_ptr + i_r, best)
-    # integers: Triton's interpreter does not broadcast the truth of floats
-    drawn = (tl.load(temperature_ptr + i_r) >= greedy_below).to(tl.int32)
-    k = tl.load(top_k_ptr + i_r)
-    top_p = tl.load(top_p_ptr + i_r)
-    min_p = tl.load(min_p_ptr + i_r)
-    by_count = ((k > 0) & (k < vocab_size)).to(tl.int32) * drawn
-    by_mass = (top_p < 1.0).to(tl.int32) * drawn
+    by_count, by_mass = row_filters(temperature_ptr, top_k_ptr, top_p_ptr, i_r, vocab_size)
     limit = tl.full([], INFINITE, tl.int32)
     last_id = vocab_size
     if by_count + by_mass > 0:
         row_ptr = scaled_ptr + i_r * vocab_size
         value_ptr += i_r * candidates
         id_ptr += i_r * candidates
-        b_mass = tl.load(part_mass_ptr + i_r * num_splits + o_s, mask=m_s & (by_mass > 0), other=0.0)  # [SPLITS]
-        mass = tl.sum(b_mass * tl.exp(b_max.to(tl.float64) - best.to(tl.float64)), axis=0)
-        last_bin = _last_bin(row_ptr, best, mass, k, top_p, by_count, vocab_size, BLOCK)
-        found = _gather(row_ptr, best, value_ptr, id_ptr, last_bin, vocab_size, candidates, BLOCK)
+        mass = tl.load(mass_ptr + i_r)
+        found = tl.load(found_ptr + 2 * i_r)
         gathered = (found <= candidates).to(tl.int32)
         count = tl.where(gathered > 0, found, vocab_size)
-        # what one thread gathered, others read
-        tl.debug_barrier()
         if by_count > 0:
+            k = tl.load(top_k_ptr + i_r)
             # the k-th token lies in the last bin
-            near = (last_bin.to(tl.float32) / BINS_PER_UNIT).to(tl.int32, bitcast=True)
+            near = (tl.load(found_ptr + 2 * i_r + 1).to(tl.float32) / BINS_PER_UNIT).to(tl.int32, bitcast=True)
             limit, before = _smallest(
                 row_ptr, value_ptr, id_ptr, gathered, count, best, limit, last_id, k.to(tl.float64), near, BLOCK, False
             )
@@ -78,7 +158,7 @@ def filter_kernel(
             last_id = _nth_at(row_ptr, value_ptr, id_ptr, gathered, count, best, limit, rank, BLOCK)
             mass, _, _ = _within(row_ptr, value_ptr, id_ptr, gathered, count, best, limit, last_id, limit, BLOCK, True)
         if by_mass > 0:
-            target = top_p * mass
+            target = tl.load(top_p_ptr + i_r) * mass
             low, before = _smallest(
                 row_ptr, value_ptr, id_ptr, gathered, count, best, limit, last_id, target, limit * 0, BLOCK, True
             )
@@ -87,7 +167,8 @@ def filter_kernel(
             tied = _nth_at(row_ptr, value_ptr, id_ptr, gathered, count, best, low, tl.maximum(rank, 1), BLOCK)
             last_id = tl.where(low == limit, tl.minimum(last_id, tied), tied)
             limit = low
-    if (min_p > 0.0).to(tl.int32) * drawn > 0:
+    min_p = tl.load(min_p_ptr + i_r)
+    if min_p > 0.0:
         furthest = tl.maximum(0.0 - tl.log(min_p), 0.0)
         rounded = furthest.to(tl.float32)
         bits = rounded.to(tl.int32, bitcast=True) - (rounded.to(tl.float64) > furthest).to(tl.int32)
@@ -111,15 +192,9 @@ def _bin(b_scaled, best):
 
 
 @triton.jit
-def _last_bin(row_ptr, best, mass, k, top_p, by_count, vocab_size, BLOCK: tl.constexpr):
+def _last_bin(counts, mass, k, top_p, by_count):
     """The first bin up to which all survivors lie: k tokens do, or less than 1 - top_p of the mass does not."""
     o_b = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], dtype=tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        o_v = start + tl.arange(0, BLOCK)
-        m_v = o_v < vocab_size
-        b_scaled = tl.load(row_ptr + o_v, mask=m_v, other=float("-inf"))
-        counts += tl.histogram(_bin(b_scaled, best), BINS)
     enough = tl.cumsum(counts, axis=0) >= k
     # an upper bound of what the bins behind hold: each token as if at its bin's near end
     most = counts.to(tl.float64) * tl.exp(-(o_b.to(tl.float64) / BINS_PER_UNIT))
@@ -127,23 +202,6 @@ def _last_bin(row_ptr, best, mass, k, top_p, by_count, vocab_size, BLOCK: tl.con
     light = behind <= (1.0 - top_p - 1e-9) * mass
     ends = tl.where(by_count > 0, enough.to(tl.int32), light.to(tl.int32)) > 0
     return tl.min(tl.where(ends, o_b, BINS - 1), axis=0)
-
-
-@triton.jit
-def _gather(row_ptr, best, value_ptr, id_ptr, last_bin, vocab_size, candidates, BLOCK: tl.constexpr):
-    """Write the tokens up to a bin, ids ascending, as far as there is room; return how many there are."""
-    found = 0
-    for start in range(0, vocab_size, BLOCK):
-        o_v = start + tl.arange(0, BLOCK)
-        m_v = o_v < vocab_size
-        b_scaled = tl.load(row_ptr + o_v, mask=m_v, other=float("-inf"))
-        near = m_v & (_bin(b_scaled, best) <= last_bin)
-        o_c = found + tl.cumsum(near.to(tl.int32), axis=0) - 1
-        m_c = near & (o_c < candidates)
-        tl.store(value_ptr + o_c, b_scaled, mask=m_c)
-        tl.store(id_ptr + o_c, o_v, mask=m_c)
-        found += tl.sum(near.to(tl.int32), axis=0)
-    return found
 
 
 @triton.jit

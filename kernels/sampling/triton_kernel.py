@@ -1,8 +1,8 @@
 """Sampling on the device, as `kernels.sampling.sample` defines it: the same tokens from the same logits.
 
-Four launches, none of which waits for the host: adjust (penalties, bias, mask, temperature), filter (`triton_filter`),
-draw, choose. A row is cut into splits of a fixed size, so that a small batch fills the device too; what splits leave is
-put together in order, so that a row depends on nothing but itself.
+No launch waits for the host: adjust (penalties, bias, mask, temperature), filter (`triton_filter`), draw, choose. A row
+is cut into splits of a fixed size, so that a small batch fills the device too; what splits leave is put together in
+order, so that a row depends on nothing but itself.
 """
 
 from __future__ import annotations
@@ -15,15 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.arguments import FLOATS, check_contiguous, check_device, check_dtype, check_shape
-from kernels.sampling import GREEDY_BELOW
 from kernels.sampling.noise import NOISE_MAX, NOISE_MIN
-from kernels.sampling.triton_filter import CANDIDATES, distance_bits, filter_kernel
+from kernels.sampling.triton_filter import (
+    BINS,
+    CANDIDATES,
+    GREEDY,
+    distance_bits,
+    gather_kernel,
+    histogram_kernel,
+    limit_kernel,
+)
 
 SPLIT = 4096
 """Tokens of a split."""
-_FILTER_BLOCK = 4096
+_LIMIT_BLOCK = 2048
 _MAX_GAP: tl.constexpr = tl.constexpr(NOISE_MAX - NOISE_MIN)
 _NO_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+_ROUGH: tl.constexpr = tl.constexpr(1e-3)
+"""Further behind by rough noise, a token is behind by exact noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,6 @@ def adjust_kernel(
     vocab_size,
     mask_words,
     num_biases,
-    greedy_below,
     BLOCK: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -125,7 +133,7 @@ def adjust_kernel(
         b_word = tl.load(mask_ptr + i_r * mask_words + o_v // 32, mask=m_v, other=0)
         b_x = tl.where(((b_word >> (o_v % 32)) & 1) > 0, b_x, float("-inf"))
     temperature = tl.load(temperature_ptr + i_r)
-    b_x = tl.div_rn(b_x, tl.where(temperature < greedy_below, 1.0, temperature))
+    b_x = tl.div_rn(b_x, tl.where(temperature < GREEDY, 1.0, temperature))
     # a small temperature can take a difference of logits past float32
     b_x = tl.minimum(b_x, 3.4028234663852886e38)
     tl.store(scaled_ptr + i_r * vocab_size + o_v, b_x, mask=m_v)
@@ -145,15 +153,29 @@ def _best(b_x, o_v, m_v):
 
 
 @triton.jit
-def gumbel_noise(seed, position, first_id, BLOCK: tl.constexpr):
-    """Noise of BLOCK token ids from `first_id`, a multiple of 4 (kernels/sampling/noise.py): [BLOCK] float32."""
+def noise_words(seed, position, first_id, BLOCK: tl.constexpr):
+    """The words of BLOCK token ids from `first_id`, a multiple of 4 (kernels/sampling/noise.py): [BLOCK] uint32."""
     group = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     low = position.to(tl.uint32) + group * 0
     high = (position >> 32).to(tl.uint32) + group * 0
     w0, w1, w2, w3 = tl.philox(seed, group, low, high, group * 0)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def gumbel_noise(words):
+    """The noise of words, as float32."""
     uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
+
+
+@triton.jit
+def rough_noise(words):
+    """The noise within 1e-4, without float64: near 1, where a uniform has no bits left, from what it lacks to 1."""
+    lacking = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    uniform = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = lacking * (1.0 + lacking * (0.5 + lacking * (0.3333333 + lacking * 0.25)))
+    return -tl.log(tl.where(lacking < 0.0625, series, -tl.log(uniform)))
 
 
 @triton.jit
@@ -167,12 +189,11 @@ def draw_kernel(
     score_ptr,  # [num_rows, num_splits] float32, written but for greedy rows
     score_id_ptr,  # [num_rows, num_splits] int32, written
     vocab_size,
-    greedy_below,
     BLOCK: tl.constexpr,
 ):
     """The best of a split's survivors with noise. Grid: (num_rows, num_splits)."""
     i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(temperature_ptr + i_r) < greedy_below:
+    if tl.load(temperature_ptr + i_r) < GREEDY:
         return
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     m_v = o_v < vocab_size
@@ -185,8 +206,16 @@ def draw_kernel(
     kept = kept & (best - b_x <= _MAX_GAP)
     score, score_id = float("-inf"), 0x7FFFFFFF
     if tl.max(kept.to(tl.int32), axis=0) > 0:
-        noise = gumbel_noise(tl.load(seed_ptr + i_r), tl.load(position_ptr + i_r), i_s * BLOCK, BLOCK)
-        score, score_id = _best(b_x - best + noise, o_v, kept)
+        words = noise_words(tl.load(seed_ptr + i_r), tl.load(position_ptr + i_r), i_s * BLOCK, BLOCK)
+        b_rough = tl.where(kept, b_x - best + rough_noise(words), float("-inf"))
+        near = b_rough >= tl.max(b_rough, axis=0) - _ROUGH
+        # nearly always one token is so far ahead that only its noise is wanted to the last bit
+        if tl.sum(near.to(tl.int32), axis=0) == 1:
+            word = tl.sum(tl.where(near, words.to(tl.int64), 0), axis=0)
+            score = tl.max(tl.where(near, b_x - best, float("-inf")), axis=0) + gumbel_noise(word)
+            score_id = tl.max(tl.where(near, o_v, 0), axis=0)
+        else:
+            score, score_id = _best(b_x - best + gumbel_noise(words), o_v, kept)
     i_part = i_r * tl.num_programs(1) + i_s
     tl.store(score_ptr + i_part, score)
     tl.store(score_id_ptr + i_part, score_id)
@@ -204,7 +233,6 @@ def choose_kernel(
     log_sum_ptr,  # [num_rows] float32, written
     vocab_size,
     num_splits,
-    greedy_below,
     SPLITS: tl.constexpr,  # power of two >= num_splits
 ):  # fmt: skip
     """Grid: (num_rows,)."""
@@ -213,7 +241,7 @@ def choose_kernel(
     m_s = o_s < num_splits
     o_part = i_r * num_splits + o_s
     # an integer: Triton's interpreter does not broadcast the truth of floats
-    greedy = (tl.load(temperature_ptr + i_r) < greedy_below).to(tl.int32)
+    greedy = (tl.load(temperature_ptr + i_r) < GREEDY).to(tl.int32)
     b_score = tl.load(part_max_ptr + o_part, mask=m_s & (greedy > 0), other=float("-inf"))
     b_id = tl.load(part_id_ptr + o_part, mask=m_s & (greedy > 0), other=0x7FFFFFFF)
     if greedy == 0:
@@ -283,7 +311,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
         vocab_size=vocab_size,
         mask_words=triton.cdiv(vocab_size, 32),
         num_biases=bias.ids.shape[1] if bias else 0,
-        greedy_below=GREEDY_BELOW,
         BLOCK=SPLIT,
         HAS_PENALTIES=penalties is not None,
         HAS_BIAS=bias is not None,
@@ -292,25 +319,36 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
         # numpy rounds a product before it is taken off
         enable_fp_fusion=False,
     )
-    filter_kernel[(num_rows,)](
-        scaled_ptr=scaled,
-        part_max_ptr=part_max,
-        part_mass_ptr=part_mass,
-        temperature_ptr=rows.temperature,
-        top_k_ptr=rows.top_k,
-        top_p_ptr=rows.top_p,
+    filters = {
+        "scaled_ptr": scaled,
+        "part_max_ptr": part_max,
+        "temperature_ptr": rows.temperature,
+        "top_k_ptr": rows.top_k,
+        "top_p_ptr": rows.top_p,
+        "vocab_size": vocab_size,
+        "SPLITS": triton.next_power_of_2(splits),
+        "num_warps": 8,
+    }
+    gathered = {
+        "value_ptr": empty(num_rows, room),
+        "id_ptr": empty(num_rows, room, dtype=torch.int32),
+        "mass_ptr": empty(num_rows, dtype=torch.float64),
+        "found_ptr": empty(num_rows, 2, dtype=torch.int32),
+        "candidates": room,
+    }
+    histogram = empty(num_rows, splits, BINS.value, dtype=torch.int32)
+    histogram_kernel[(num_rows, splits)](**filters, histogram_ptr=histogram, BLOCK=SPLIT)
+    gather_kernel[(num_rows, splits)](
+        **filters, **gathered, part_mass_ptr=part_mass, histogram_ptr=histogram, BLOCK=SPLIT
+    )
+    limit_kernel[(num_rows,)](
+        **filters,
+        **gathered,
         min_p_ptr=rows.min_p,
-        value_ptr=empty(num_rows, room),
-        id_ptr=empty(num_rows, room, dtype=torch.int32),
         max_ptr=best,
         limit_ptr=limit,
-        vocab_size=vocab_size,
         num_splits=splits,
-        candidates=room,
-        greedy_below=GREEDY_BELOW,
-        SPLITS=triton.next_power_of_2(splits),
-        BLOCK=_FILTER_BLOCK,
-        num_warps=8,
+        BLOCK=_LIMIT_BLOCK,
     )
     draw_kernel[(num_rows, splits)](
         scaled_ptr=scaled,
@@ -322,7 +360,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
         score_ptr=score,
         score_id_ptr=score_id,
         vocab_size=vocab_size,
-        greedy_below=GREEDY_BELOW,
         BLOCK=SPLIT,
         num_warps=8,
     )
@@ -339,7 +376,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
         log_sum_ptr=drawn.log_sums,
         vocab_size=vocab_size,
         num_splits=splits,
-        greedy_below=GREEDY_BELOW,
         SPLITS=triton.next_power_of_2(splits),
         num_warps=1,
     )
