@@ -211,11 +211,11 @@ class Case:
         return str(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
 
 
-def make_model(name: str, device: torch.device) -> DeviceDecoder:
+def make_model(name: str, device: torch.device, fuse: bool | None = None) -> DeviceDecoder:
     """A random model of a known shape, bfloat16."""
     config = parse_config(SHAPES[name], Path(name))
     weights = load_weights(config, RandomTensors(config, device), device, torch.bfloat16)
-    return DeviceDecoder(config, weights, choose("triton"))
+    return DeviceDecoder(config, weights, choose("triton"), fuse)
 
 
 def peer_step_s(name: str, sequences: int, context: int, steps: int, device: torch.device) -> float:
@@ -243,6 +243,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--fuse", choices=("auto", "always", "never"), default="auto", help="products with norms in them for a few rows"
+    )
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too")
     parser.add_argument("--json", type=Path, help="write raw samples there")
@@ -261,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
         if model is None or case != name:
             name, model = case, None
             torch.cuda.empty_cache()
-            model = make_model(case, device)
+            model = make_model(case, device, {"auto": None, "always": True, "never": False}[options.fuse])
         run = Case(model, sequences, context, options.steps + 8)
         rows.append(run.measure(case, rate, options.steps, SamplingParams(max_tokens=1, temperature=0.0)))
         print(rows[-1].line(), flush=True)

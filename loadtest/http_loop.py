@@ -46,10 +46,9 @@ async def _run(url: str, jobs: Sequence[Job], concurrency: int, common: Mapping[
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(concurrency, len(jobs))):
                     group.create_task(one_after_another())
-        except* httpx.HTTPError as failed:
-            raise Unavailable(f"{url}: {failed.exceptions[0]!r}") from failed
-        except* (Unavailable, ValueError) as failed:
-            raise failed.exceptions[0] from None
+        except ExceptionGroup as failed:
+            first = failed.exceptions[0]
+            raise Unavailable(f"{url}: {first!r}") if isinstance(first, httpx.HTTPError) else first from failed
         return arrivals.close(time.perf_counter())
 
 

@@ -54,7 +54,9 @@ def is_batch(cell: str) -> bool:
 def figures(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """A row a cell and contestant: medians over the clean samples, or over all where there is none."""
     rows = []
-    for cell, name in dict.fromkeys((one.cell, one.contestant) for one in samples):
+    cells = list(dict.fromkeys(one.cell for one in samples))
+    pairs = dict.fromkeys((one.cell, one.contestant) for one in samples)
+    for cell, name in sorted(pairs, key=lambda pair: cells.index(pair[0])):
         every = [one for one in samples if (one.cell, one.contestant) == (cell, name)]
         clean = [one for one in every if one.clean]
         used = clean or every
@@ -124,6 +126,7 @@ def text_of(report: dict[str, Any]) -> str:
     lines += ["", *floor_lines(report.get("floors", []))]
     lines += [f"build of {name}: {build}" for name, build in _builds(report["figures"]).items()]
     lines += [f"not measured: {name}" for name in report["missing"]]
+    lines += [f"failed: {name}: {said.splitlines()[-1] if said else ''}" for name, said in report["failed"].items()]
     lines.append("ratio: Baton's tokens a second over this peer's, within rounds; CPU ms: of its processes, a token")
     if any(row["clean"] < MIN_CLEAN for row in report["figures"]):
         lines.append(f"BUSY: fewer than {MIN_CLEAN} samples with others below {IDLE_CORES:g} cores: no measure")

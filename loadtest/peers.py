@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     cache = cache_dir(os.environ)
     environments = Environments(cache)
+    # what was started must be stopped
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.install:
             environments.install(say)
@@ -54,19 +56,21 @@ def main(argv: Sequence[str]) -> int:
             write(options.json, report)
         if options.png:
             draw(environments, report, options.png)
+        return 1 if report["failed"] else 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (BatonError, ValueError) as exc:
         print(f"baton bench: {exc.message if isinstance(exc, BatonError) else exc}", file=sys.stderr)
         return 1
-    return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(options: argparse.Namespace, environments: Environments, cache: Path) -> dict[str, Any]:
     """Every contestant in every cell, round after round.
 
     Raises:
-        BatonError: weights cannot be made, or a run failed.
+        BatonError: weights cannot be made.
         ValueError: no such cell, or a file to resume from that is none.
     """
     cells = chosen(options.cells)
@@ -77,6 +81,7 @@ def run(options: argparse.Namespace, environments: Environments, cache: Path) ->
     before = read(options.json) if options.resume and options.json else {}
     samples = [Sample(**one) for one in before.get("samples", [])]
     floors: list[dict[str, Any]] = before.get("floors", [])
+    failed: dict[str, str] = {}
 
     def report() -> dict[str, Any]:
         return {
@@ -86,6 +91,7 @@ def run(options: argparse.Namespace, environments: Environments, cache: Path) ->
             "rounds": options.rounds,
             "machine": this_machine().body(),
             "missing": missing,
+            "failed": failed,
             "figures": figures(samples),
             "ratios": ratios(samples),
             "floors": floors,
@@ -100,10 +106,16 @@ def run(options: argparse.Namespace, environments: Environments, cache: Path) ->
                     jobs = cell.jobs(weights.vocab_size(), options.seed, number, options.requests)
                     entered = [name for name in cell.contestants() if name in names]
                     for name in turns(entered, number):
-                        if has(samples, cell, name, number):
+                        who = f"{name}, {model}, {quant}, {cell.way}"
+                        if has(samples, cell, name, number) or who in failed:
                             continue
                         say(f"round {number} of {options.rounds}, {cell.name}: {name}")
-                        samples += field.measure(cell, name, number, jobs, options.retries)
+                        try:
+                            samples += field.measure(cell, name, number, jobs, options.retries)
+                        except (BatonError, ValueError) as exc:
+                            # the others' figures are worth having without it
+                            failed[who] = exc.message if isinstance(exc, BatonError) else str(exc)
+                            say(f"{who}: {failed[who]}")
                         if options.json:
                             write(options.json, report())
         if (
@@ -177,7 +189,9 @@ def makers(weights: Weights, quant: str, threads: int, environments: Environment
         if (name, way) == (BATON, "engine"):
             return EngineProcess(drivers("peer_baton", "--quant", own_quant, "--token-budget", str(budget)))
         if (name, way) == (BATON, "http"):
-            return BatonStack(stack_settings(weights.baton(), own_quant, threads, budget, options.set), "baton stack")
+            return BatonStack(
+                stack_settings(weights.baton(), own_quant, threads, budget, options.set), f"stack, quant {own_quant}"
+            )
         if (name, way) == (VLLM_CPU, "engine"):
             script = str(Path(__file__).with_name("peer_vllm.py"))
             command = [str(environments.vllm), "-I", script, "--model", str(vllm_folder())]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 from loadtest import bench, peers
 from loadtest.closed_loop import OUTPUTS, PROMPTS, Job, even_jobs, make_jobs, order_of, run_loop, serve
 from loadtest.contestants import Contestant, EngineProcess, batched_result
-from loadtest.http_loop import read_event
+from loadtest.http_loop import read_event, run_http
 from loadtest.machine import IDLE_CORES
 from loadtest.peer_environments import LLAMA_TARGETS, Environments
 from loadtest.peer_floor import floor_of
@@ -217,7 +219,8 @@ def test_ratios_are_within_rounds() -> None:
 
 
 def report(samples: Sequence[Sample], floors: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    head = {"machine": {"cpu": "x", "cores": 2, "date": "today"}, "threads": 2, "missing": ["llama"], "floors": floors}
+    head = {"machine": {"cpu": "x", "cores": 2, "date": "today"}, "threads": 2, "missing": ["llama"], "failed": {}}
+    head["floors"] = floors
     return head | {"figures": figures(samples), "ratios": ratios(samples), "samples": [asdict(one) for one in samples]}
 
 
@@ -350,6 +353,71 @@ def test_a_file_of_something_else_is_not_resumed(
     assert bench.main(["peers", "--cells", "nothing"]) == 1
     assert "no such cell" in capsys.readouterr().err
     assert world == []
+
+
+def test_a_contestant_that_fails_is_told_and_the_others_go_on(
+    world: list[tuple[str, str, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Broken(Fake):
+        def run(self, jobs: Sequence[Job], concurrency: int) -> dict[str, Any]:
+            raise Unavailable("out of breath")
+
+    def makers(*_: object) -> peers.Make:
+        return lambda name, way: (Broken if name == VLLM else Fake)(name, way, world)
+
+    monkeypatch.setattr(peers, "makers", makers)
+    out = tmp_path / "out.json"
+    argv = ["peers", "--cells", f"{RANDOM}/bf16/engine/*", "--rounds", "2", "--no-floor", "--json", str(out)]
+    assert bench.main(argv) == 1
+    found = json.loads(out.read_text())
+    assert {one["contestant"] for one in found["samples"]} == {BATON}
+    assert len(found["samples"]) == 6
+    assert found["failed"] == {f"{VLLM}, {RANDOM}, bf16, engine": "out of breath"}
+    assert "failed: vllm" in capsys.readouterr().out
+    assert [name for name, way, _ in world if way.startswith("stop")].count(VLLM) == 1
+
+
+class Completions(BaseHTTPRequestHandler):
+    """Streams words of one token each, one short where `max_tokens` is 7, and refuses where it is 9."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked = body["max_tokens"]
+        self.send_response(503 if asked == 9 else 200)
+        self.end_headers()
+        if asked == 9:
+            self.wfile.write(b"not now")
+            return
+        come = asked - (asked == 7)
+        events: list[dict[str, Any]] = [{"choices": [{"text": "" if n == 1 else "word"}]} for n in range(come)]
+        for event in [*events, {"choices": [], "usage": {"completion_tokens": come}}]:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Completions)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_loop_over_http_counts_tokens_without_a_text(url: str) -> None:
+    result = run_http(url, even_jobs(5, 4, 6, 1000), 2, "m", {})
+    assert (result.output_tokens, result.prompt_tokens, len(result.first_s)) == (30, 20, 5)
+    with pytest.raises(ValueError, match="6 tokens instead of 7"):
+        run_http(url, even_jobs(3, 4, 7, 1000), 2, "m", {})
+    with pytest.raises(Unavailable, match="503: not now"):
+        run_http(url, even_jobs(3, 4, 9, 1000), 2, "m", {})
+    with pytest.raises(Unavailable, match="ConnectError"):
+        run_http("http://127.0.0.1:9", even_jobs(1, 4, 4, 1000), 1, "m", {})
 
 
 def test_settings_of_the_stack() -> None:
