@@ -24,7 +24,7 @@ from loadtest.contestants import BatchedBench, BatonStack, Contestant, EnginePro
 from loadtest.machine import ForeignLoad, processor_s, this_machine
 from loadtest.peer_environments import LLAMA, VLLM, WHAT, Environments
 from loadtest.peer_floor import floor
-from loadtest.peer_plan import BATON, PEERS, QUANTS, TRANSFORMERS, Cell, chosen, groups
+from loadtest.peer_plan import BATON, PEERS, QUANTS, TRANSFORMERS, Cell, all_cells, chosen, groups
 from loadtest.peer_plan import LLAMA as LLAMA_CPP
 from loadtest.peer_plan import VLLM as VLLM_CPU
 from loadtest.peer_report import Sample, figures, ratios, text_of
@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.install:
-            environments.install(say)
+            install(environments, cache)
+            return 0
         report = run(options, environments, cache)
         print(text_of(report))
         if options.json:
@@ -64,6 +65,17 @@ def main(argv: Sequence[str]) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def install(environments: Environments, cache: Path) -> None:
+    """Make environments and weights that are not there. Raises BatonError when one cannot be made."""
+    environments.install(say)
+    for (model, quant), cells in groups(all_cells()).items():
+        weights = Weights(model, cache, environments.llama("llama-quantize"), say)
+        weights.gguf(quant)
+        if quant == "int8" and any(VLLM_CPU in cell.contestants() for cell in cells):
+            weights.vllm_int8()
+    say(f"all is in {environments.folder}")
 
 
 def run(options: argparse.Namespace, environments: Environments, cache: Path) -> dict[str, Any]:
@@ -296,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure this engine beside its peers: vLLM, llama.cpp and transformers on the same weights.",
         epilog=f"--install downloads {WHAT}; weights take 4 GB more. All of it lies under the cache folder, in peers/.",
     )
-    parser.add_argument("--install", action="store_true", help="first make the peers' environments, where missing")
+    parser.add_argument("--install", action="store_true", help="make the peers' environments and weights, then end")
     parser.add_argument(
         "--cells",
         nargs="+",

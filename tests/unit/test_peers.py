@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from loadtest import bench, peers
+from loadtest import bench, peer_environments, peers
 from loadtest.closed_loop import OUTPUTS, PROMPTS, Job, even_jobs, make_jobs, order_of, run_loop, serve
 from loadtest.contestants import Contestant, EngineProcess, batched_result
 from loadtest.http_loop import read_event, run_http
 from loadtest.machine import IDLE_CORES
+from loadtest.peer_environments import LLAMA as LLAMA_NAME
 from loadtest.peer_environments import LLAMA_TARGETS, Environments
+from loadtest.peer_environments import VLLM as VLLM_NAME
 from loadtest.peer_floor import floor_of
 from loadtest.peer_plan import BATON, LLAMA, QUANTS, RUNS, TRANSFORMERS, VLLM, Cell, all_cells, chosen, groups
 from loadtest.peer_plot import panels
@@ -425,6 +427,37 @@ def test_settings_of_the_stack() -> None:
     assert (settings["engine.quant"], settings["engine.token_budget"], settings["workers.prefill"]) == ("int8", "64", 0)
     with pytest.raises(ValueError, match="SECTION"):
         peers.stack_settings(Path("m"), "none", 2, 256, ["engine.token_budget"])
+
+
+def test_install_makes_what_cells_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(Environments, "install", lambda self, say: made.append(("environments", "")))
+    monkeypatch.setattr(Weights, "gguf", lambda self, quant: made.append((self.name, quant)))
+    monkeypatch.setattr(Weights, "vllm_int8", lambda self: made.append((self.name, "vllm")))
+    assert bench.main(["peers", "--install"]) == 0
+    random = [(RANDOM, "bf16"), (RANDOM, "int8"), (RANDOM, "vllm"), (RANDOM, "int4")]
+    assert made == [("environments", ""), *random, (DEFAULT, "bf16"), (DEFAULT, "int4")]
+
+
+def test_only_whole_peers_are_there(tmp_path: Path) -> None:
+    environments = Environments(tmp_path)
+    assert environments.missing() == [VLLM_NAME, LLAMA_NAME]
+    for path in [environments.vllm, environments.llama("llama-server")]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert environments.missing() == [LLAMA_NAME]
+
+
+def test_an_install_that_fails_leaves_no_half_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(command: Sequence[str]) -> None:
+        raise Unavailable("offline")
+
+    monkeypatch.setattr(peer_environments.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
+    monkeypatch.setattr(peer_environments, "_call", call)
+    with pytest.raises(Unavailable, match="offline"):
+        Environments(tmp_path).install(lambda _: None)
+    assert not (tmp_path / "peers" / VLLM_NAME).exists()
 
 
 def contestant(made: Contestant) -> Contestant:
