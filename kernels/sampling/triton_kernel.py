@@ -25,6 +25,7 @@ from kernels.sampling.triton_filter import (
     histogram_kernel,
     limit_kernel,
 )
+from kernels.sampling.triton_noise import gumbel_noise, noise_words, rough_noise
 
 SPLIT = 4096
 """Tokens of a split."""
@@ -150,32 +151,6 @@ def _best(b_x, o_v, m_v):
     """The largest value and the lowest id that has it."""
     best = tl.max(tl.where(m_v, b_x, float("-inf")), axis=0)
     return best, tl.min(tl.where(m_v & (b_x == best), o_v, _NO_ID), axis=0)
-
-
-@triton.jit
-def noise_words(seed, position, first_id, BLOCK: tl.constexpr):
-    """The words of BLOCK token ids from `first_id`, a multiple of 4 (kernels/sampling/noise.py): [BLOCK] uint32."""
-    group = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    low = position.to(tl.uint32) + group * 0
-    high = (position >> 32).to(tl.uint32) + group * 0
-    w0, w1, w2, w3 = tl.philox(seed, group, low, high, group * 0)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-
-
-@triton.jit
-def gumbel_noise(words):
-    """The noise of words, as float32."""
-    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-    return (-tl.log(-tl.log(uniform))).to(tl.float32)
-
-
-@triton.jit
-def rough_noise(words):
-    """The noise within 1e-4, without float64: near 1, where a uniform has no bits left, from what it lacks to 1."""
-    lacking = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    uniform = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = lacking * (1.0 + lacking * (0.5 + lacking * (0.3333333 + lacking * 0.25)))
-    return -tl.log(tl.where(lacking < 0.0625, series, -tl.log(uniform)))
 
 
 @triton.jit

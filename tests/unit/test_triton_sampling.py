@@ -23,16 +23,9 @@ from kernels.sampling import RowSampling
 from kernels.sampling import sample as sample_reference
 from kernels.sampling.adjustment import Adjustment, adjust
 from kernels.sampling.triton_filter import CANDIDATES
-from kernels.sampling.triton_kernel import (
-    Bias,
-    Penalties,
-    SamplingRows,
-    gumbel_noise,
-    noise_words,
-    rough_noise,
-    sample,
-)
+from kernels.sampling.triton_kernel import Bias, Penalties, SamplingRows, sample
 from kernels.sampling.triton_logprobs import accept, top_logprobs
+from kernels.sampling.triton_noise import gumbel_noise, noise_words, rough_noise
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, in the interpreter
