@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _ALIGNED = 4096
+_MOST = 0.5
+_POPULATE_READ, _COLLAPSE = 22, 25
+"""MADV_POPULATE_READ and MADV_COLLAPSE, which Python 3.11 has no names for."""
 
 
 class Piece(NamedTuple):
@@ -60,6 +64,32 @@ class Arena:
         assert self._map is not None, "a plan has no contents"
         return Arena.over(self._map, self._begin)
 
+    def copied(self, size: int) -> Arena:
+        """The first `size` bytes in memory of this process's own, filled."""
+        copy = Arena(size)
+        copy._bytes(size).copy_(self._bytes(size))
+        return copy.again()
+
+    def is_huge(self, size: int) -> bool:
+        """Whether the first `size` bytes lie in huge pages, those brought in first that are not in memory."""
+        start = self._bytes(size).data_ptr()
+        with contextlib.suppress(OSError):
+            self._advise(_POPULATE_READ, size)
+        if _huge_share(start) < _MOST:
+            with contextlib.suppress(OSError):
+                self._advise(_COLLAPSE, size)
+        return _huge_share(start) >= _MOST
+
+    def _advise(self, advice: int, size: int) -> None:
+        assert self._map is not None, "a plan has no contents"
+        self._map.madvise(advice, 0, self._begin + size)
+
+    def _bytes(self, size: int) -> Tensor:
+        assert self._map is not None, "a plan has no contents"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that memory mapped to be read cannot be written
+            return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=self._begin)
+
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """[count] zeros, or what was there before."""
         self.pieces.append(Piece(self.used, count, str(dtype).removeprefix("torch.")))
@@ -75,6 +105,24 @@ class Arena:
         """The bytes of all pieces, those between them too."""
         assert self._map is not None, "a plan has no contents"
         return memoryview(self._map)[self._begin : self._begin + self.used]
+
+
+def _huge_share(address: int) -> float:
+    """Of the memory that is there of the mapping around an address; 1 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return 1.0
+    inside, sizes = False, {"Rss": 0, "AnonHugePages": 0, "FilePmdMapped": 0, "ShmemPmdMapped": 0}
+    for line in lines:
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            first, _, last = name.partition("-")
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and name[:-1] in sizes:
+            sizes[name[:-1]] += int(rest.split()[0])
+    resident = sizes.pop("Rss")
+    return sum(sizes.values()) / resident if resident else 0.0
 
 
 def aligned(size: int) -> int:

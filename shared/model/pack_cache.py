@@ -40,6 +40,8 @@ KEEP_DAYS = 30.0
 KEEP_BYTES = 16 * 1024**3
 """Packs nobody uses stay so long, and while they take no more together; those used last stay longest. Those of the same
 weights by another version go at once."""
+FREE_SHARE = 0.25
+"""Most of the memory that is free that one worker takes for a copy of packed weights."""
 _DAY_S = 86400.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -145,6 +147,31 @@ class PackCache:
     def _tell(self, exc: OSError) -> None:
         said = exc.strerror or exc
         log.warning("cannot keep packed weights in %s: %s; this worker packs its own in memory", self.folder, said)
+
+
+def in_huge_pages(arena: Arena, size: int) -> Arena:
+    """The first `size` bytes of a filled arena, in huge pages where it can be.
+
+    Without them weights are read a third more slowly on some machines, and few file systems have them: then memory of
+    this process's own is taken that has, unless too little is free.
+    """
+    if arena.is_huge(size):
+        return arena
+    if size > FREE_SHARE * _free_bytes():
+        log.warning("packed weights lie in small pages, and there is too little memory for a copy in huge ones")
+        return arena
+    copy = arena.copied(size)
+    if not copy.is_huge(size):  # the machine has none
+        return arena
+    log.info("packed weights are copied into huge pages, which the file system of their folder does not have")
+    return copy
+
+
+def _free_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _open(path: Path, what: Mapping[str, str], plan: Arena, tell: bool) -> Arena | None:

@@ -18,12 +18,12 @@ import torch
 
 from kernels.dispatch import choose
 from kernels.native.arena import Arena
-from shared.model import pack_file
+from shared.model import pack_cache, pack_file
 from shared.model.config import load_config
 from shared.model.decoder import DTYPES
 from shared.model.fetch import cache_dir
 from shared.model.native_decoder import Kept, NativeDecoder
-from shared.model.pack_cache import PackCache
+from shared.model.pack_cache import PackCache, in_huge_pages
 from shared.model.pack_file import Damaged, open_pack, write_pack
 from shared.model.quantization import TensorParallel
 from shared.model.weights import Weights, model_digest
@@ -314,3 +314,40 @@ def test_a_newer_version_replaces_the_pack_of_the_same_weights(tmp_path: Path) -
     left = sorted(path.stem.partition("-")[2] for path in (tmp_path / "packed").glob("*.pack"))
     assert left == ["v1", "v3"]
     assert values(cache.arena(other, "v1", planned(), never)) == [1, 2]
+
+
+def test_weights_in_small_pages_are_copied_where_there_is_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mapped = packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)
+    assert mapped is not None
+    size = planned().used
+    monkeypatch.setattr(Arena, "is_huge", lambda arena, size: False)
+    # nor would a copy be
+    assert in_huge_pages(mapped, size) is mapped
+    # it would
+    monkeypatch.setattr(Arena, "is_huge", lambda arena, size: arena is not mapped)
+    copy = in_huge_pages(mapped, size)
+    assert copy is not mapped
+    assert values(copy) == [1, 2]
+    assert not caplog.records
+    monkeypatch.setattr(pack_cache, "_free_bytes", lambda: size)
+    assert in_huge_pages(mapped, size) is mapped
+    assert "too little memory" in caplog.text
+    monkeypatch.setattr(Arena, "is_huge", lambda arena, size: True)
+    assert in_huge_pages(mapped, size) is mapped
+
+
+def test_pages_of_memory_are_told_apart() -> None:
+    size, setting = 16 * 2**20, Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    plain = mmap.mmap(-1, size)
+    plain.madvise(mmap.MADV_NOHUGEPAGE)
+    plain[:] = b"1" * size
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this machine has no huge pages")
+    small = Arena.over(plain, 0)
+    assert not small.is_huge(size)
+    copy = small.copied(size)
+    assert copy.is_huge(size)
+    assert copy.filled
+    assert (copy.take(size, torch.uint8) == ord("1")).all()
