@@ -344,7 +344,7 @@ def test_pages_of_memory_are_told_apart() -> None:
     plain.madvise(mmap.MADV_NOHUGEPAGE)
     plain[:] = b"1" * size
     if not setting.exists() or "[never]" in setting.read_text():
-        pytest.skip("this machine has no huge pages")
+        pytest.skip("no huge pages on this machine")
     small = Arena.over(plain, 0)
     assert not small.is_huge(size)
     copy = small.copied(size)
