@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import platform
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from kernels.native.cpu import VARIABLE
 from shared.engine.numerics import numerics_id
 from shared.model.decoder import Model, load_decoder
 from shared.model.weights import model_digest
-from tests.native import require_native
+from tests.native import ALL_LEVELS, require_native
 from tests.pipeline import equivalence
 from tests.pipeline.equivalence import (
     ALL,
@@ -81,10 +84,20 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def load(folder: Path, dtype: str, kernels: str) -> Model:
-    """Native models compute on two threads: which of them makes a row must not show either."""
+    """Native models compute on two threads: which of them makes a row must not show either.
+
+    Args:
+        kernels: "", "native", or "native-" and a level of instructions.
+    """
+    kernels, _, level = kernels.partition("-")
     if kernels:
         require_native()
-    return load_decoder(folder, dtype, kernels or "torch", threads=2)
+    if level and level not in ALL_LEVELS:
+        pytest.skip(f"the processor has no {level}")
+    with patch.dict(os.environ, {VARIABLE: level} if level else {}):
+        model = load_decoder(folder, dtype, kernels or "torch", threads=2)
+    assert f"-{level}-" in model.kernels.build or not level
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +179,23 @@ def test_pairwise_covers_every_pair() -> None:
 
 
 # ------------------------------------------------------------------------------------------ default model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bfloat16-native-avx2",
+        pytest.param("float32-native-avx2", marks=pytest.mark.long),
+        pytest.param("bfloat16-native-avx512", marks=pytest.mark.long),
+    ],
+)
+def test_tiny_on_lower_levels(kind: str, tiny_prompts: list[Prompt], tmp_path: Path) -> None:
+    """Some cells with what an older processor would load."""
+    dtype, _, kernels = kind.partition("-")
+    model = load(make_tiny_model(tmp_path / "tiny", dtype=getattr(torch, dtype)), dtype, kernels)
+    oracle = run_cell(ORACLE, model, dtype, tiny_prompts, tmp_path)
+    for cell in (*PAIRWISE[:2], MODES[0]):
+        check_cell(cell, run_cell(cell, model, dtype, tiny_prompts, tmp_path), oracle, tiny_prompts)
 
 
 @pytest.mark.model
