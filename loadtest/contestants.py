@@ -76,9 +76,12 @@ class _Process:
         return Unavailable(f"{self.name} {what}: {said}")
 
     def stop(self) -> None:
-        with suppress(OSError, ValueError):
-            if self.child.stdin:
+        if self.child.stdin:
+            # a driver ends with its orders, and clears its pool away
+            with suppress(OSError, ValueError):
                 self.child.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self.child.wait(STOP_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(self.child.pid, number)

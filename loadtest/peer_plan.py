@@ -10,9 +10,9 @@ from loadtest.closed_loop import Job, even_jobs, make_jobs
 from loadtest.peer_weights import DEFAULT, MODELS, RANDOM
 
 QUANTS = ("bf16", "int8", "int4")
-REQUESTS = {1: 3, 8: 12, 32: 32}
+REQUESTS = {1: 2, 8: 12, 32: 32}
 """Requests at once → requests in all, of a closed loop."""
-BATCH_PROMPT, BATCH_OUTPUT = 128, 48
+BATCH_WIDTHS, BATCH_PROMPT, BATCH_OUTPUT = (1, 8), 128, 48
 BATON, VLLM, LLAMA, TRANSFORMERS = "baton", "vllm", "llama.cpp", "transformers"
 PEERS = (VLLM, LLAMA, TRANSFORMERS)
 RUNS: dict[tuple[str, str], tuple[str, ...]] = {
@@ -27,7 +27,6 @@ RUNS: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """Who has it: llama.cpp's engine has no closed loop but its server's; the prompts of vLLM and Baton in int4 would not
 be computed alike. The default model is compared with llama.cpp's server, which reads the same file."""
-TRANSFORMERS_WIDTHS = (1, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,8 @@ class Cell:
 
     def contestants(self) -> tuple[str, ...]:
         """Who runs it."""
-        left_out = {VLLM} if self.model == DEFAULT else set[str]()
-        if self.width not in TRANSFORMERS_WIDTHS:
-            left_out.add(TRANSFORMERS)
-        return tuple(name for name in RUNS[self.quant, self.way] if name not in left_out)
+        names = RUNS[self.quant, self.way]
+        return tuple(name for name in names if (name, self.model) != (VLLM, DEFAULT))
 
     def jobs(self, vocab_size: int, seed: int, number: int, requests: int = 0) -> list[Job]:
         """The same for all contestants of a round, and of one size in all rounds; no two rounds share a prompt."""
@@ -72,7 +69,7 @@ def all_cells() -> list[Cell]:
         for model in MODELS
         for quant in QUANTS
         for way in ("engine", "batch", "http")
-        for width in REQUESTS
+        for width in (BATCH_WIDTHS if way == "batch" else REQUESTS)
         if (quant, way) in RUNS and (model == RANDOM or (way == "http" and quant != "int8"))
     ]
 

@@ -319,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="beside Baton (default: all)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of every cell (default {ROUNDS})")
     parser.add_argument("--retries", type=int, default=RETRIES, help=f"of a disturbed sample (default {RETRIES})")
-    parser.add_argument("--requests", type=int, default=0, metavar="N", help="requests a loop (default 3, 12, 32)")
+    parser.add_argument("--requests", type=int, default=0, metavar="N", help="requests a loop (default 2, 12, 32)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")
     parser.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, metavar="N", help="of Baton's steps")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of Baton's stack")
