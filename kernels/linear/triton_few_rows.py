@@ -1,8 +1,8 @@
 """A linear layer for a handful of rows with what stands before and behind it: norm, gate, residual, in one launch.
 
-With so few rows a layer's time is that of reading its weight, and of launches. The weight is read once, by tiles of
-its rows; the rows of x are read and normalized by every program, which costs next to nothing. A launch may begin while
-the one before ends (programmatic dependent launch): it then already reads its first weights.
+With so few rows a layer's time is that of reading its weight, and of launches. Products are sums by threads, not by
+tensor cores: no weight passes through shared memory. A launch may begin while the one before ends (programmatic
+dependent launch): it then already reads its first weights. All is float32 until a result is stored.
 """
 
 from __future__ import annotations
@@ -16,24 +16,10 @@ from torch import Tensor
 
 from kernels.activation.triton_kernel import GATES, Gate, gated
 from kernels.arguments import FLOATS, KernelArgumentError, check_contiguous, check_device, check_dtype, check_shape
+from kernels.chip import capability, interpreted
 
-MAX_ROWS = 4
-"""With more, reading the rows of x in every program begins to count."""
-_ROWS = 16
-"""Of x in a tile: the least a tensor core takes."""
-_PROGRAMS = 256
-"""Tiles are kept small enough for about so many programs, two for each multiprocessor of a large chip."""
-
-
-@triton.jit
-def _partial(x_ptr, norm_ptr, b_w, o_x, m_m, o_k, m_k, scale, OFFSET: tl.constexpr, HAS_NORM: tl.constexpr):
-    """A tile of the weight times the same columns of x: [BLOCK_N, ROWS]."""
-    b_x = tl.load(x_ptr + o_x[None, :] + o_k[:, None], mask=m_m[None, :] & m_k[:, None], other=0.0)  # [BLOCK_K, ROWS]
-    if HAS_NORM:
-        b_norm = tl.load(norm_ptr + o_k, mask=m_k, other=0.0).to(tl.float32) + OFFSET
-        # rounded as the norm by itself would be
-        b_x = (b_x.to(tl.float32) * scale[None, :] * b_norm[:, None]).to(b_w.dtype)
-    return tl.dot(b_w, b_x, input_precision="ieee")
+MAX_ROWS = 2
+"""Each row reads the weight by itself, at the same time as the other: with more, the cache would be too slow."""
 
 
 @triton.jit
@@ -43,7 +29,6 @@ def few_rows_kernel(
     w_ptr,  # [out_features, in_features], or twice as many rows with GATE
     bias_ptr,  # as many as the weight has rows, with HAS_BIAS
     y_ptr,  # [num_rows, out_features], contiguous; the residual, read and written, with ADD
-    num_rows,
     in_features,
     out_features,
     eps,
@@ -52,58 +37,58 @@ def few_rows_kernel(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM_ROWS: tl.constexpr,  # at least num_rows
-    BLOCK_NORM: tl.constexpr,  # power of two >= in_features
     EARLY: tl.constexpr,  # the launch before may still run
-):  # fmt: skip
-    """BLOCK_N features of every row. Grid: (out_features / BLOCK_N,)."""
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_m = tl.arange(0, ROWS)
+):
+    """BLOCK_N features of a row. Grid: (num_rows, out_features / BLOCK_N): rows that share a tile run together."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
-    m_n, m_m, m_k = o_n < out_features, o_m < num_rows, o_k < in_features
-    o_x = o_m * in_features
+    m_n = o_n < out_features
     p_w = w_ptr + o_n[:, None] * in_features + o_k[None, :]
+    # x and norm by the same layout as the weight: repeated reads of a line cost less than an exchange between threads
+    o_same = tl.zeros([BLOCK_N], tl.int32)[:, None] + o_k[None, :]
+    p_x = x_ptr + i_m * in_features + o_same
     o_up = out_features.to(tl.int64) * in_features
-    b_w = tl.load(p_w, mask=m_n[:, None] & m_k[None, :], other=0.0)  # [BLOCK_N, BLOCK_K]
+    m_w = m_n[:, None] & (o_k < in_features)[None, :]
+    b_w = tl.load(p_w, mask=m_w, other=0.0)  # [BLOCK_N, BLOCK_K]
     if GATE != "":
-        b_up = tl.load(p_w + o_up, mask=m_n[:, None] & m_k[None, :], other=0.0)
+        b_up = tl.load(p_w + o_up, mask=m_w, other=0.0)
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    scale = tl.zeros([ROWS], tl.float32)
-    if HAS_NORM:
-        o_w = tl.arange(0, BLOCK_NORM)
-        for i in tl.static_range(NORM_ROWS):  # whole rows at once: a loop would wait for each piece
-            m_w = (o_w < in_features) & (i < num_rows)
-            b_row = tl.load(x_ptr + i * in_features + o_w, mask=m_w, other=0.0).to(tl.float32)  # [BLOCK_NORM]
-            mean = tl.sum(b_row * b_row, axis=0) / in_features
-            scale = tl.where(o_m == i, 1.0 / tl.sqrt(mean + eps), scale)
-    b_acc = _partial(x_ptr, norm_ptr, b_w, o_x, m_m, o_k, m_k, scale, OFFSET, HAS_NORM)  # [BLOCK_N, ROWS]
-    if GATE != "":
-        b_acc_up = _partial(x_ptr, norm_ptr, b_up, o_x, m_m, o_k, m_k, scale, OFFSET, HAS_NORM)
-    for k in range(BLOCK_K, in_features, BLOCK_K):
-        m_k = o_k + k < in_features
-        b_w = tl.load(p_w + k, mask=m_n[:, None] & m_k[None, :], other=0.0)
-        b_acc += _partial(x_ptr, norm_ptr, b_w, o_x, m_m, o_k + k, m_k, scale, OFFSET, HAS_NORM)
+    b_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    b_acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(0, in_features, BLOCK_K):
+        m_k = (o_same + k) < in_features
+        b_x = tl.load(p_x + k, mask=m_k, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += b_x * b_x
+            # what all features of a row are divided by, the product can be divided by
+            b_x *= tl.load(norm_ptr + o_same + k, mask=m_k, other=0.0).to(tl.float32) + OFFSET
+        b_acc += b_w.to(tl.float32) * b_x
+        m_next = m_n[:, None] & (o_same + k + BLOCK_K < in_features)
+        b_w = tl.load(p_w + k + BLOCK_K, mask=m_next, other=0.0)
         if GATE != "":
-            b_up = tl.load(p_w + o_up + k, mask=m_n[:, None] & m_k[None, :], other=0.0)
-            b_acc_up += _partial(x_ptr, norm_ptr, b_up, o_x, m_m, o_k + k, m_k, scale, OFFSET, HAS_NORM)
+            b_acc_up += b_up.to(tl.float32) * b_x
+            b_up = tl.load(p_w + o_up + k + BLOCK_K, mask=m_next, other=0.0)
+    scale = 1.0
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / in_features + eps)  # [BLOCK_N], all alike
+    b_y = tl.sum(b_acc, axis=1) * scale
     if HAS_BIAS:
-        b_acc += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     if GATE != "":
+        b_y_up = tl.sum(b_acc_up, axis=1) * scale
         if HAS_BIAS:
-            b_acc_up += tl.load(bias_ptr + out_features + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
-        # rounded as the product by itself would be
-        b_acc = b_acc.to(y_ptr.dtype.element_ty).to(tl.float32)
-        b_acc = gated(b_acc, GATE) * b_acc_up.to(y_ptr.dtype.element_ty).to(tl.float32)
-    p_y = y_ptr + o_m[None, :] * out_features + o_n[:, None]
-    m_y = m_m[None, :] & m_n[:, None]
+            b_y_up += tl.load(bias_ptr + out_features + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_y = gated(b_y, GATE) * b_y_up
+    p_y = y_ptr + i_m * out_features + o_n
     if ADD:
-        b_acc += tl.load(p_y, mask=m_y, other=0.0).to(tl.float32)
-    tl.store(p_y, b_acc.to(y_ptr.dtype.element_ty), mask=m_y)
+        b_y += tl.load(p_y, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_n)
 
 
 def few_rows_linear(
@@ -139,15 +124,14 @@ def few_rows_linear(
         y = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return y
-    shape = launch_shape(out_features, in_features, gate is not None)
-    early = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    few_rows_kernel[(triton.cdiv(out_features, shape.block_n),)](
+    shape = launch_shape(out_features, in_features, gate is not None, interpreted(x.device))
+    early = capability(x.device) >= (9, 0) and not interpreted(x.device)
+    few_rows_kernel[(num_rows, triton.cdiv(out_features, shape.block_n))](
         x_ptr=x,
         norm_ptr=x if norm is None else norm,
         w_ptr=weight,
         bias_ptr=x if bias is None else bias,
         y_ptr=y,
-        num_rows=num_rows,
         in_features=in_features,
         out_features=out_features,
         eps=eps,
@@ -156,14 +140,10 @@ def few_rows_linear(
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
-        ROWS=_ROWS,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
-        NORM_ROWS=triton.next_power_of_2(num_rows),
-        BLOCK_NORM=triton.next_power_of_2(in_features) if norm is not None else 16,
         EARLY=early,
         num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
         **({"launch_pdl": True} if early else {}),
     )
     return y
@@ -171,21 +151,21 @@ def few_rows_linear(
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How a launch is cut. It decides the order of a row's sum, so it follows from the weight alone."""
+    """How a launch is cut."""
 
     block_n: int  # rows of the weight in a tile
-    block_k: int  # and columns
+    block_k: int  # and columns: decides the order of a sum, so it follows from the weight alone
     num_warps: int = 4
-    num_stages: int = 4  # tiles in flight
 
 
-def launch_shape(out_features: int, in_features: int, gated: bool) -> LaunchShape:
-    """Tiles small enough for `_PROGRAMS` of them where the weight has so many rows, and as wide as then pays."""
-    block_n = 16
-    while block_n < (32 if gated else 64) and out_features // (2 * block_n) >= _PROGRAMS:
-        block_n *= 2
-    block_k = 256 if block_n == 16 and not gated else 128
-    return LaunchShape(block_n, min(block_k, max(16, triton.next_power_of_2(in_features))))
+def launch_shape(out_features: int, in_features: int, gated: bool, one_by_one: bool = False) -> LaunchShape:
+    """Tiles of 4096 weights, half of them in the second matrix with a gate; fewer where few rows would idle a chip.
+
+    Args:
+        one_by_one: programs run one after the other, so there had better be few of them.
+    """
+    block_n = 64 if one_by_one else 2 if gated or out_features <= 2048 else 4
+    return LaunchShape(block_n, min(1024, triton.next_power_of_2(in_features)))
 
 
 def _check(

@@ -75,6 +75,7 @@ class WorkerOptions:
     gpu_share: float = 0.9  # most of the GPU's memory one worker takes
     kernels: str = "auto"
     quant: str = "none"
+    quick_head: bool = False
     samples: bool = True  # False: makes KV only, and loads no output head
     self_check: bool = True
     calibrate: bool = True
@@ -310,8 +311,8 @@ def _device(options: WorkerOptions) -> str:
                 raise SettingsError(f"{name} {value!r} does not run on a GPU", param=f"engine.{name}")
             return "cpu"
     device, why = choose_device(options.device)
-    if why and options.kernels == "triton":
-        raise SettingsError(f"kernels 'triton' need a GPU: {why}", param="engine.kernels")
+    if device == "cpu" and options.kernels == "triton":
+        raise SettingsError(f"kernels 'triton' need a GPU: {why or 'device is cpu'}", param="engine.kernels")
     if why and options.device == "cuda":
         log.warning("no GPU to compute on, %s; the CPU computes instead", why)
     return device
@@ -342,6 +343,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         with_head=options.samples,
         threads=options.most_threads or options.threads,
         quant=options.quant,
+        quick_head=options.quick_head,
     )
     if model.kernels.native is not None:
         # torch's own threads would spin on the cores of the native ones, for what little it is left to do

@@ -31,6 +31,8 @@ from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FUSED_HIDDEN = 2048
+"""Widest model whose steps of a few rows are fused: beyond, products of the library gain more than launches cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,15 @@ Plans = Mapping[tuple[int, int], TritonPlan]
 
 
 class DeviceDecoder:
-    """A loaded model. One thread uses it; steps run in order on the current stream."""
+    """A loaded model. One thread uses it; steps run in order on the current stream.
 
-    def __init__(self, config: ModelConfig, weights: DeviceWeights, kernels: KernelChoice) -> None:
+    Args:
+        fuse: whether steps of a few rows run norms, gates and residuals within matrix products; None = where it pays.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: DeviceWeights, kernels: KernelChoice, fuse: bool | None = None
+    ) -> None:
         family = config.family
         self.config = config
         self.dtype = weights.embedding.dtype
@@ -61,7 +69,8 @@ class DeviceDecoder:
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, torch.float32).to(self.device)
         self._offset = 1.0 if family.norm_offset else 0.0
         self._gate: Gate = "gelu_tanh" if family.gelu else "silu"
-        self._fusable = not family.post_norms and not family.num_experts
+        can_fuse = not family.post_norms and not family.num_experts
+        self._fused = can_fuse and (config.hidden_size <= FUSED_HIDDEN if fuse is None else fuse)
         # rounded as the checkpoint's own code rounds it
         scale = torch.tensor(config.hidden_size**0.5).to(self.dtype).item()
         self._embedding_scale = float(scale) if family.scaled_embedding else 1.0
@@ -86,7 +95,7 @@ class DeviceDecoder:
             [num_logits, vocab_size], of the model's dtype, or float32 where logits are capped.
         """
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
-        if step.token_ids.shape[0] <= MAX_ROWS and self._fusable:
+        if step.token_ids.shape[0] <= MAX_ROWS and self._fused:
             return self._few_rows(step, samples, place, pools, plans)
         residual = embed(step.token_ids, step.token_source, samples, self.weights.embedding, self._embedding_scale)
         update: Tensor | None = None

@@ -47,8 +47,8 @@ class Gate(FakeRunner):
 
 
 class Harness:
-    def __init__(self, depth: int = 1, **config: Any) -> None:
-        self.runner = Gate()
+    def __init__(self, depth: int = 1, runner: Gate | None = None, **config: Any) -> None:
+        self.runner = runner or Gate()
         self.batcher = make_batcher(depth=depth, **config)
         self.updates: list[SequenceUpdate] = []
         self.errors: list[Exception] = []
@@ -306,3 +306,50 @@ def test_a_runner_that_answers_nonsense_is_a_failed_step(harness: Harness, monke
     assert harness.wait_ends(1) == {"a": "error"}
     assert isinstance(harness.errors[0], ValueError)
     harness.wait_idle()
+
+
+class Launcher(Gate):
+    """A runner that only launches: a step ends when its turn at the gate comes, on another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = threading.Semaphore(0)
+
+    def run(self, plan: StepPlan) -> Any:
+        self.launched.release()
+        if self.refuse(plan):
+            raise RuntimeError("not launched")
+        return lambda: Gate.run(self, plan)
+
+    refuse: Callable[[StepPlan], bool] = staticmethod(lambda plan: False)
+
+
+@pytest.fixture
+def launcher() -> Iterator[Harness]:
+    harness = Harness(runner=Launcher())
+    harness.engine.start()
+    yield harness
+    harness.runner.open.set()
+    assert harness.engine.stop(WAIT_S)
+
+
+def test_a_step_is_launched_while_the_one_before_runs(launcher: Harness) -> None:
+    launcher.runner.open.clear()
+    launcher.call(lambda batcher: batcher.reserve(make_spec("a", 5, max_tokens=4)))
+    for _ in range(2):
+        assert launcher.runner.launched.acquire(timeout=WAIT_S)  # type: ignore[attr-defined]
+    assert launcher.runner.entered.acquire(timeout=WAIT_S)
+    assert len(launcher.runner.plans) == 1
+    launcher.runner.open.set()
+    assert launcher.wait_ends(1) == {"a": "length"}
+    assert [step.num_seqs for step in launcher.steps] == [1] * len(launcher.steps)
+
+
+@pytest.mark.parametrize("how", ["fail", "refuse"])
+def test_a_launched_step_that_fails_ends_its_sequences_and_no_others(launcher: Harness, how: str) -> None:
+    setattr(launcher.runner, how, lambda plan: any(row.seq_id == "bad" for row in plan.sequences))
+    launcher.call(lambda batcher: batcher.reserve(make_spec("bad", 5, max_tokens=4)))
+    assert launcher.wait_ends(1) == {"bad": "error"}
+    setattr(launcher.runner, how, lambda plan: False)
+    launcher.call(lambda batcher: batcher.reserve(make_spec("good", 5, max_tokens=4)))
+    assert launcher.wait_ends(2)["good"] == "length"

@@ -23,12 +23,11 @@ def randn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def normed(x: Tensor, weight: Tensor, offset: float) -> Tensor:
     wide = x.double()
-    y = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + offset)
-    return y.to(x.dtype).double()
+    return wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + offset)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 64, 48), (3, 300, 70), (MAX_ROWS, 528, 33)])
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 64, 24), (MAX_ROWS, 1100, 7)])
 def test_every_form_is_its_definition(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
     x, norm = randn(rows, inner, dtype=dtype, seed=0), randn(inner, dtype=dtype, seed=1)
     weight = randn(2 * outer, inner, dtype=dtype, seed=2) / inner**0.5

@@ -1,0 +1,116 @@
+"""Which device computes, and why not the GPU; how much of it a pool may take; what a device pool's file must say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.dispatch import UnknownKernels, choose, choose_device
+from shared.contracts.errors import SettingsError, Unavailable
+from shared.engine.device_sizing import MARGIN_BYTES, pool_budget
+from shared.engine.worker_engine import WorkerOptions, open_worker_engine
+from shared.kv.device_pool import PoolHandle, read_handle, span_of
+from shared.kv.device_transfer import zero_rest_on_device
+from shared.kv.layout import LayerGroup, PoolLayout
+
+GIB = 1 << 30
+
+
+class Card:
+    """What torch says of a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some Card")
+
+
+def test_a_supported_card_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch)
+    assert choose_device("auto") == choose_device("cuda") == ("cuda", "")
+    assert choose_device("cpu") == ("cpu", "")
+
+
+def test_why_not_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert choose_device("cuda") == ("cpu", "this build of torch has no CUDA")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert choose_device("auto") == ("cpu", "torch sees no CUDA card")
+    Card(monkeypatch, (7, 5))
+    assert choose_device("cuda") == ("cpu", "Some Card is sm_75, kernels need sm_80 or newer")
+    Card(monkeypatch)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose_device("cuda") == ("cpu", "the package triton is not installed")
+    with pytest.raises(UnknownKernels, match="triton is not installed"):
+        choose("triton")
+    with pytest.raises(ValueError, match="no device named 'tpu'"):
+        choose_device("tpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"kernels": "native", "device": "cuda"}, "kernels 'native' does not run on a GPU"),
+        ({"quant": "int8", "device": "cuda"}, "quant 'int8' does not run on a GPU"),
+        ({"kernels": "triton", "device": "cpu"}, "kernels 'triton' need a GPU: device is cpu"),
+        ({"kernels": "triton", "device": "cuda"}, "kernels 'triton' need a GPU: torch sees no CUDA card"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    changes: dict[str, Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(SettingsError, match=what):
+        open_worker_engine(WorkerOptions(tmp_path, tmp_path, **changes), "decode-1")  # type: ignore[arg-type]
+
+
+def test_a_pool_takes_what_is_left_of_a_workers_share() -> None:
+    left = pool_budget(100 * GIB, 0.5, weights=20 * GIB, steps=2 * GIB, free=70 * GIB, wanted=0)
+    assert left == 28 * GIB - MARGIN_BYTES
+    # others have the rest
+    assert pool_budget(100 * GIB, 0.5, 20 * GIB, 2 * GIB, free=10 * GIB, wanted=0) == 8 * GIB - MARGIN_BYTES
+    assert pool_budget(100 * GIB, 0.5, 20 * GIB, 2 * GIB, free=70 * GIB, wanted=GIB) == GIB
+    with pytest.raises(SettingsError, match=r"has 27\.75 GiB left for KV .* but kv\.pool_bytes asks for 40\.00 GiB"):
+        pool_budget(100 * GIB, 0.5, 20 * GIB, 2 * GIB, free=70 * GIB, wanted=40 * GIB)
+    with pytest.raises(SettingsError, match=r"has 0\.00 GiB left"):
+        pool_budget(100 * GIB, 0.5, 60 * GIB, 2 * GIB, free=30 * GIB, wanted=0)
+
+
+def test_a_file_that_is_no_device_pools_is_told(tmp_path: Path) -> None:
+    import msgspec
+
+    path = tmp_path / "x.kvpool"
+    handle = PoolHandle(b"h" * 64, 8, "GPU-1", (2,))
+    for data, good in ((msgspec.msgpack.encode(handle), True), (b"", False), (b"\x00" * 4096, False)):
+        path.write_bytes(data)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            if good:
+                assert read_handle(fd, "x.kvpool") == handle
+            else:
+                with pytest.raises(Unavailable, match=r"x\.kvpool is not one in GPU memory"):
+                    read_handle(fd, "x.kvpool")
+        finally:
+            os.close(fd)
+
+
+def test_spans_and_tails_lie_where_the_layout_says() -> None:
+    group = LayerGroup("full", (0, 1), num_kv_heads=2, head_dim=4, block_size=8, dtype="bfloat16")
+    layout = PoolLayout((group, group), (3, 2))
+    data = torch.arange(layout.total_bytes, dtype=torch.int64).to(torch.uint8)
+    span = span_of(data, layout, 1, 1)
+    assert span.data_ptr() - data.data_ptr() == layout.block_offset(1, 1)
+    assert span.shape == (group.span_bytes,)
+    with pytest.raises(IndexError):
+        span_of(data, layout, 1, 2)
+    data.fill_(7)
+    zero_rest_on_device(span, group, 5)
+    rows = span.view(torch.bfloat16).view(2, 2, 2, 8, 4)
+    assert bool((rows[..., 5:, :] == 0).all())
+    assert not bool((rows[..., :5, :] == 0).any())
