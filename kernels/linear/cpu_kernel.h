@@ -36,7 +36,7 @@ INLINE long NAME(words)(long in) { return pieces(in, PACK); }
 
 /* 32 sums of `rows` rows, at most TILE_ROWS; `rows` is a constant wherever this is expanded. */
 INLINE void NAME(tile)(const int rows, const element *x, long stride, const element *w, long in,
-                       float sums[TILE_ROWS][BLOCK]) {
+                       float sums[][BLOCK]) {
     lanes acc[TILE_ROWS][2];
     const long whole = in / PACK, piece = BATON_BFLOAT16 ? whole : MAX_SUM;
     for (long begin = 0; begin < larger(whole, 1); begin += larger(piece, 1)) {
@@ -80,7 +80,7 @@ INLINE void NAME(tile)(const int rows, const element *x, long stride, const elem
     case n: NAME(tile)(ROWS_OF(n, TILE_ROWS), x, stride, w, in, sums); break;
 
 static void NAME(tiles)(int rows, const element *x, long stride, const element *w, long in,
-                        float sums[TILE_ROWS][BLOCK]) {
+                        float sums[][BLOCK]) {
     switch (rows) {
         TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
         TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)

@@ -80,6 +80,8 @@ class ModelStruct(Structure):
         ("final_norm", c_void_p),
         ("layers", c_void_p),
         ("head", LinearStruct),
+        ("quick_head", LinearStruct),
+        ("quick_norms", c_void_p),
     )
 
 
@@ -102,6 +104,8 @@ class StepStruct(Structure):
             (name, c_void_p)
             for name in ("tokens", "positions", "cu_seqlens", "seq_lens", "logit_rows", "groups", "logits")
         ),
+        ("top_only", c_int64),
+        ("rechecked", c_void_p),
     )
 
 

@@ -40,6 +40,12 @@ int check_step(const baton_model *model, const baton_step *step) {
         if (step->logit_rows[i] < 0 || step->logit_rows[i] >= step->num_tokens) return BAD_LOGIT_ROW;
     if (step->num_logits && !model->head.weight) return NO_HEAD;
     if (model->head.weight && check_linear(&model->head)) return BAD_MODEL;
+    if (model->quick_head.weight) {
+        const baton_linear *quick = &model->quick_head, *head = &model->head;
+        if (check_linear(quick) || !model->quick_norms || quick->format != FORMAT_INT8) return BAD_MODEL;
+        if (!head->weight || head->format != FORMAT_ELEMENTS || head->bias || quick->bias) return BAD_MODEL;
+        if (quick->in != head->in || quick->out != head->out) return BAD_MODEL;
+    }
     for (int64_t i = 0; i < model->num_layers; i++) {
         const baton_layer *layer = &model->layers[i];
         if (layer->group < 0 || layer->group >= step->num_groups) return BAD_MODEL;

@@ -31,7 +31,8 @@ typedef struct {
     const float *rotary;     /* [positions, 2, head_dim] */
     const float *final_norm; /* [hidden] */
     const baton_layer *layers;
-    baton_linear head;
+    baton_linear head, quick_head; /* the head again as 8-bit integers, or nothing: see linear/cpu_top.h */
+    const float *quick_norms;      /* [blocks of 32][2][32] */
 } baton_model;
 
 typedef struct {
@@ -49,6 +50,8 @@ typedef struct {
     const int64_t *logit_rows;              /* [num_logits] */
     const baton_group *groups;              /* [num_groups] */
     float *logits;                          /* [num_logits, vocab] */
+    int64_t top_only;                       /* logits that are not a row's largest may be minus infinity */
+    int64_t *rechecked;                     /* [num_logits] of a quick head: blocks the real one computed; or NULL */
 } baton_step;
 
 /* What a call says when it did nothing. Python has the words. */

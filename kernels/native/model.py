@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.native.abi import EMBEDDING_KINDS, GroupStruct, LayerStruct, LinearStruct, ModelStruct, StepStruct
+from kernels.native.abi import BLOCK, EMBEDDING_KINDS, GroupStruct, LayerStruct, LinearStruct, ModelStruct, StepStruct
 from kernels.native.compiler import NativeUnavailable
 from kernels.native.library import NAMES, Team
-from kernels.native.packed import PackedLinear
+from kernels.native.packed import PackedLinear, QuickHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,24 @@ class NativeLayer:
     index: int  # its place in the group
 
 
+QUICK_ROWS = 4
+"""Most rows of logits a quick head is used for: more are bound by arithmetic, which it adds to."""
+
+
+@dataclass(slots=True)
+class Rechecks:
+    """What quick heads saved, and where they did not."""
+
+    rows: int = 0
+    blocks: int = 0  # computed by the real head, of all rows together
+    fallbacks: int = 0  # rows that needed more than a quarter of it
+
+    def count(self, rechecked: Sequence[int], blocks: int) -> None:
+        self.rows += len(rechecked)
+        self.blocks += sum(rechecked)
+        self.fallbacks += sum(4 * row > blocks for row in rechecked)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """A step's addressing in one layer group."""
@@ -70,6 +88,7 @@ class NativeModel:
         rotary: [positions, 2, head_dim] float32, as `kernels.rotary.rotary_table`.
         final_norm: [hidden] float32.
         head: None for one who asks for no logits.
+        quick: the head again as integers, for steps that only look for the largest logit.
     """
 
     def __init__(
@@ -82,6 +101,7 @@ class NativeModel:
         layers: Sequence[NativeLayer],
         final_norm: Tensor,
         head: PackedLinear | None,
+        quick: QuickHead | None = None,
     ) -> None:
         require_runnable(dtype, shape.head_dim)
         assert embedding.shape == (shape.vocab, shape.hidden), (embedding.shape, shape)
@@ -92,7 +112,7 @@ class NativeModel:
         self.team, self.dtype, self.shape = team, dtype, shape
         self.positions = rotary.shape[0]
         structs = (LayerStruct * len(layers))(*[_layer_struct(layer) for layer in layers])
-        self._kept = (embedding, rotary.contiguous(), tuple(layers), final_norm, head, structs)
+        self._kept = (embedding, rotary.contiguous(), tuple(layers), final_norm, head, quick, structs)
         kind = EMBEDDING_KINDS.index(str(embedding.dtype).removeprefix("torch."))
         self._struct = ModelStruct(
             len(layers),
@@ -111,7 +131,10 @@ class NativeModel:
             final_norm.data_ptr(),
             ctypes.addressof(structs),
             head.struct if head is not None else LinearStruct(),
+            quick.linear.struct if quick is not None else LinearStruct(),
+            quick.norms.data_ptr() if quick is not None else None,
         )
+        self.rechecks, self.quick_rows = Rechecks(), QUICK_ROWS
 
     def step(
         self,
@@ -122,6 +145,7 @@ class NativeModel:
         logit_rows: Tensor,
         groups: Sequence[GroupPlan],
         pools: Sequence[Tensor],
+        top_only: bool = False,
     ) -> Tensor:
         """KV of every token into the pools, and the wanted logits: [num_logit_rows, vocab] float32.
 
@@ -132,13 +156,22 @@ class NativeModel:
             logit_rows: [num_logit_rows] int64.
             pools: per group [num_blocks, num_layers, 2, kv_heads, block_size, head_dim], contiguous, the model's dtype.
 
+            top_only: the caller looks for the largest logits alone. With a quick head, tokens that cannot be the
+                largest then have minus infinity; those that can, the bits they have otherwise.
+
         Raises:
             ValueError: a number points outside the pool, the vocabulary or the context. Nothing was computed.
             MemoryError: there is no memory for the step.
         """
         logits = torch.empty((len(logit_rows), self.shape.vocab), dtype=torch.float32)
         plan = StepArrays(self, token_ids, positions, cu_seqlens, seq_lens, logit_rows, groups, pools, logits)
+        rechecked = torch.zeros(len(logit_rows), dtype=torch.int64)
+        quick = top_only and self._struct.quick_head.weight and 0 < len(logit_rows) <= self.quick_rows
+        if quick:
+            plan.struct.top_only, plan.struct.rechecked = 1, rechecked.data_ptr()
         self.team.call("baton_step", self.dtype, ctypes.byref(self._struct), ctypes.byref(plan.struct))
+        if quick:
+            self.rechecks.count(rechecked.tolist(), -(-self.shape.vocab // BLOCK))
         return logits
 
     def sweep(self, rows: int, head_rows: int) -> None:

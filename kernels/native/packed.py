@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear.quantize import NONE, Int4Weight, Int8Weight, Quant, to_int4, to_int8
+from kernels.linear.quantize import INT8, NONE, Int4Weight, Int8Weight, Quant, to_int4, to_int8
 from kernels.native.abi import BLOCK, FORMAT_ELEMENTS, FORMAT_INT4, FORMAT_INT8, PACK, LinearStruct
 from kernels.native.arena import Arena
 from kernels.native.library import NAMES, Team
@@ -29,6 +30,18 @@ class PackedLinear:
     weight: Tensor
     bias: Tensor | None  # [blocks * 32] float32
     scales: Tensor | None  # int8: [blocks * 32] float32; int4: [blocks, groups, scale and minimum, 32] float16
+
+
+@dataclass(frozen=True, slots=True)
+class QuickHead:
+    """A head's weights as 8-bit integers, and what bounds their error.
+
+    `norms` is [blocks of 32, 2, 32] float32: of every output the norm of its integers' values, and of how they differ
+    from its weights.
+    """
+
+    linear: PackedLinear
+    norms: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,31 @@ def pack_linear(
                 packed.bias[place.outputs(0, rows)] = biases[i].float()
         first += rows
     return packed
+
+
+def pack_quick_head(team: Team, arena: Arena, head: Tensor, dtype: torch.dtype) -> QuickHead:
+    """A head as 8-bit integers beside its own elements, and the norms by block that bound their error.
+
+    Args:
+        head: [vocab, hidden], any float dtype.
+
+    An output that is not finite has norms without bound: it is never left out.
+    """
+    vocab = head.shape[0]
+    real = head
+    if not arena.filled and not bool(head.isfinite().all()):
+        head = torch.where(head.isfinite(), head, 0.0)
+    packed = pack_linear(team, arena, [head], [], dtype, quant=INT8)
+    norms = arena.take(_blocks(vocab, gated=False) * 2 * BLOCK, torch.float32).view(-1, 2, BLOCK)
+    if not arena.filled:
+        for first in range(0, vocab, _ROWS_AT_ONCE):
+            span = slice(first, first + _ROWS_AT_ONCE)
+            values, weights = to_int8(head[span]).floats().double(), real[span].to(dtype).double()
+            each = torch.stack((values.norm(dim=1), (weights - values).norm(dim=1)), dim=1)
+            each.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+            each = F.pad(each, (0, 0, 0, -len(each) % BLOCK)).view(-1, BLOCK, 2).transpose(1, 2)
+            norms[first // BLOCK : first // BLOCK + len(each)] = each * 1.0001
+    return QuickHead(packed, norms)
 
 
 def _take(

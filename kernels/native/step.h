@@ -7,17 +7,18 @@
 #include "native/threads.h"
 
 /* The team's memory. */
-enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, UNITS, PARTIALS, ENDED, QUANTIZED };
+enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, UNITS, PARTIALS, ENDED, QUANTIZED, QUICK };
 
 #include "activation/cpu_kernel.h"
 #include "attention/cpu_plan.h"
 #include "linear/cpu_kernel.h"
 #include "linear/cpu_pack.h"
+#include "linear/cpu_top.h"
 #include "native/check.h"
 #include "norm/cpu_kernel.h"
 #include "rotary/cpu_kernel.h"
 
-enum { LAYER_PHASES = 13, OTHER_PHASES = 4 };
+enum { LAYER_PHASES = 13, OTHER_PHASES = 7 };
 
 typedef struct {
     const baton_model *model;
@@ -29,6 +30,8 @@ typedef struct {
     const attention_plan *plans; /* [groups] */
     float *partials;
     void *quantized;
+    element *pairs;               /* of a quick head: see linear/cpu_top.h */
+    float *quick_logits, *bounds; /* [logits][2][vocab]; factors, then lower bounds */
     long phase; /* of the thread that holds this copy */
     int thread;
 } NAME(run);
@@ -133,6 +136,31 @@ static void NAME(attend)(NAME(run) *run, const baton_layer *layer) {
     NAME(all)(run, plan->num_units * run->model->kv_heads, NAME(attention_item), &attention);
 }
 
+INLINE int NAME(is_quick)(const baton_model *model, const baton_step *step) {
+    return step->top_only && step->rechecked && model->quick_head.weight;
+}
+
+static void NAME(find_top)(NAME(run) *run, long rows) {
+    const baton_model *model = run->model;
+    const NAME(top) top = {.head = &model->head,
+                           .quick = &model->quick_head,
+                           .norms = model->quick_norms,
+                           .x = run->normed,
+                           .pairs = run->pairs,
+                           .quick_logits = run->quick_logits,
+                           .logits = run->step->logits,
+                           .factors = run->bounds,
+                           .lowers = run->bounds + 2 * rows,
+                           .rechecked = run->step->rechecked,
+                           .rows = rows,
+                           .x_stride = run->hidden_stride};
+    const long items = rows * NAME(slices)(top.head);
+    NAME(all)(run, rows, NAME(split_item), &top);
+    NAME(multiply)(run, top.quick, top.pairs, top.x_stride, run->quick_logits, model->vocab, 2 * rows, TO_FLOATS);
+    NAME(all)(run, items, NAME(lower_item), &top);
+    NAME(all)(run, items, NAME(recheck_item), &top);
+}
+
 static void NAME(program)(void *argument, baton_team *team, int thread) {
     (void)team;
     NAME(run) own = *(const NAME(run) *)argument, *run = &own;
@@ -167,7 +195,10 @@ static void NAME(program)(void *argument, baton_team *team, int thread) {
         NAME(multiply)(run, &layer->down, run->gated, run->gated_stride, sums, hidden, rows, TO_SUM);
     }
     NAME(normalize)(run, sums, model->final_norm, rows);
-    NAME(multiply)(run, &model->head, run->normed, run->hidden_stride, step->logits, model->vocab, rows, TO_FLOATS);
+    if (NAME(is_quick)(model, step))
+        NAME(find_top)(run, rows);
+    else
+        NAME(multiply)(run, &model->head, run->normed, run->hidden_stride, step->logits, model->vocab, rows, TO_FLOATS);
 }
 
 /* Bytes that the quantized rows of any product of the model take. */
@@ -180,10 +211,23 @@ static size_t NAME(quantized_memory)(const baton_model *model, long rows, long h
             if (all[j]->format != FORMAT_ELEMENTS && quantized_bytes(all[j], rows) > most)
                 most = quantized_bytes(all[j], rows);
     }
-    const baton_linear *head = &model->head;
-    if (head->weight && head->format != FORMAT_ELEMENTS && quantized_bytes(head, head_rows) > most)
-        most = quantized_bytes(head, head_rows);
+    const baton_linear *heads[] = {&model->head, &model->quick_head};
+    for (int i = 0; i < 2; i++)
+        if (heads[i]->weight && heads[i]->format != FORMAT_ELEMENTS && quantized_bytes(heads[i], 2 * head_rows) > most)
+            most = quantized_bytes(heads[i], 2 * head_rows); /* a quick head's rows are twice as many */
     return most;
+}
+
+static int NAME(reserve_quick)(NAME(run) *run) {
+    const size_t rows = (size_t)run->step->num_logits, vocab = (size_t)run->model->vocab;
+    const size_t slices = (size_t)NAME(slices)(&run->model->head), stride = (size_t)run->hidden_stride;
+    const size_t logits = 2 * rows * vocab * sizeof(float), bounds = rows * (slices + 2) * sizeof(float);
+    char *memory = team_memory(run->team, -1, QUICK, logits + bounds + 2 * rows * stride * sizeof(element));
+    if (!memory) return NO_MEMORY;
+    run->quick_logits = (float *)memory;
+    run->bounds = (float *)(memory + logits);
+    run->pairs = (element *)(memory + logits + bounds);
+    return OK;
 }
 
 static int NAME(reserve)(NAME(run) *run) {
@@ -202,6 +246,7 @@ static int NAME(reserve)(NAME(run) *run) {
     run->quantized = team_memory(run->team, -1, QUANTIZED, NAME(quantized_memory)(m, (long)tokens, (long)wanted));
     if (!run->sums || !run->picked || !run->normed || !run->qkv || !run->heads || !run->gated || !run->quantized)
         return NO_MEMORY;
+    if (NAME(is_quick)(m, run->step) && NAME(reserve_quick)(run)) return NO_MEMORY;
     return NAME(reserve_attention)(run->team, m);
 }
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.linear import padded_rows
+from kernels.sampling import GREEDY_BELOW
+from shared.contracts.sampling import SamplingParams
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 from shared.kv.layout import LayerGroup
 
@@ -46,14 +48,18 @@ class ForwardBatch:
     logit_rows: Tensor  # [num_logit_rows] int64, ascending
     logit_ranges: tuple[range, ...]  # per sequence, indices into logit_rows
     in_flight: tuple[InFlightToken, ...]
+    top_only: bool = False  # only the largest logits of rows matter: others may be minus infinity
 
     @property
     def num_rows(self) -> int:
         return self.token_ids.shape[0]
 
 
-def build_forward_batch(plan: StepPlan, groups: Sequence[LayerGroup]) -> ForwardBatch:
+def build_forward_batch(plan: StepPlan, groups: Sequence[LayerGroup], all_logits: bool = False) -> ForwardBatch:
     """Lay a plan out as flat rows.
+
+    Args:
+        all_logits: somebody beside the sampler looks at them.
 
     Raises:
         ValueError: the plan breaks its own contract: it is empty, a sequence has no tokens or asks for more logit
@@ -94,7 +100,12 @@ def build_forward_batch(plan: StepPlan, groups: Sequence[LayerGroup]) -> Forward
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
         logit_ranges=tuple(logit_ranges),
         in_flight=tuple(in_flight),
+        top_only=not all_logits and all(_is_greedy(s.sampling) for s in plan.sequences if s.num_logits),
     )
+
+
+def _is_greedy(sampling: SamplingParams | None) -> bool:
+    return sampling is None or sampling.temperature < GREEDY_BELOW
 
 
 def _group_batch(plan: StepPlan, index: int, group: LayerGroup, padding: int) -> GroupBatch:

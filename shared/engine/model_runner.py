@@ -55,12 +55,12 @@ class ModelRunner:
         """
         start = time.perf_counter()
         try:
-            batch = build_forward_batch(plan, self._groups)
+            batch = build_forward_batch(plan, self._groups, all_logits=self._record_logits is not None)
         except ValueError as exc:
             raise Internal(str(exc)) from exc
         lost = self._resolve(batch, plan)
         logits = self._model.forward(batch, self._groups, self._pools)
-        bad = _not_finite(logits, batch.logit_ranges) | lost
+        bad = _not_finite(logits, batch) | lost
         if self._record_logits is not None:
             self._record(plan, batch, logits)
         sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad)
@@ -90,7 +90,10 @@ class ModelRunner:
                 self._record_logits(sequence.seq_id, end - len(span) + i, logits[row])
 
 
-def _not_finite(logits: Tensor, ranges: tuple[range, ...]) -> frozenset[int]:
-    """Sequences with a row that holds an infinity or a NaN: either makes the row's sum one."""
-    finite = torch.isfinite(logits.sum(dim=1)).tolist()
-    return frozenset(i for i, span in enumerate(ranges) if not all(finite[row] for row in span))
+def _not_finite(logits: Tensor, batch: ForwardBatch) -> frozenset[int]:
+    """Sequences with a row that holds an infinity or a NaN: either makes the row's sum one.
+
+    Where minus infinity stands for what is not the largest, it is the largest that tells.
+    """
+    finite = torch.isfinite(logits.amax(dim=1) if batch.top_only else logits.sum(dim=1)).tolist()
+    return frozenset(i for i, span in enumerate(batch.logit_ranges) if not all(finite[row] for row in span))

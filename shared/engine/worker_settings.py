@@ -54,5 +54,6 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         gpu_share=engine.gpu_share or GPU_SHARE / max(1, workers.prefill + workers.decode),
         kernels=engine.kernels,
         quant=engine.quant,
+        quick_head=engine.quick_head,
         fake=workers.fake,
     )

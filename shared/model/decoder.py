@@ -195,6 +195,7 @@ def load_decoder(
     with_head: bool = True,
     threads: int = 0,
     quant: str = "none",
+    quick_head: bool = False,
 ) -> Model:
     """Load a model folder.
 
@@ -205,6 +206,7 @@ def load_decoder(
         threads: of native kernels; 0 = as many as torch has.
         quant: a key of `QUANTS`: how the weights of layers are kept. Integers are the native kernels' alone, so they
             are not computed otherwise where those cannot be had.
+        quick_head: of native kernels: see `NativeDecoder`.
 
     Raises:
         SettingsError: the folder, the dtype or the choice cannot be used, or the quantization not with them.
@@ -234,7 +236,17 @@ def load_decoder(
             kept = Kept(PackCache(cache_dir(os.environ) / "packed"), model_digest(folder))
             try:
                 return NativeDecoder(
-                    config, weights, DTYPES[dtype], choice, choice.native, count, parallel, with_head, kept, integers
+                    config,
+                    weights,
+                    DTYPES[dtype],
+                    choice,
+                    choice.native,
+                    count,
+                    parallel,
+                    with_head,
+                    kept,
+                    integers,
+                    quick_head,
                 )
             except NativeUnavailable as exc:
                 if integers.bits:

@@ -16,12 +16,12 @@ from kernels.linear.quantize import NONE, Quant
 from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
 from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape, require_runnable
-from kernels.native.packed import PackedLinear, pack_linear
+from kernels.native.packed import PackedLinear, QuickHead, pack_linear, pack_quick_head
 from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
 from shared.model.checkpoint import EMBEDDING, HEAD, expected_shapes
 from shared.model.config import ModelConfig
-from shared.model.pack_cache import PackCache, packing_digest
+from shared.model.pack_cache import PackCache, in_huge_pages, packing_digest
 from shared.model.quantization import TensorParallel
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
@@ -38,6 +38,16 @@ class Kept:
 
     packs: PackCache
     model_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A model's linear layers, and the bytes of those that a step reads which wants all logits."""
+
+    layers: list[LayerLinears]
+    head: PackedLinear | None
+    quick: QuickHead | None
+    weight_bytes: int
 
 
 class NativeDecoder:
@@ -73,6 +83,7 @@ class NativeDecoder:
         self.dtype = dtype
         self.kernels = kernels
         self.quant = quant
+        self._wants_quick = quick_head and not quant.bits
         require_runnable(dtype, config.head_dim)
         self._team = Team(library, threads)
         self._shape = Shape(
@@ -92,7 +103,7 @@ class NativeDecoder:
         self._norms = [_layer_norms(weights, i) for i in range(config.num_layers)]
         self._final_norm = _copied(weights["model.norm.weight"])
         self._arena = self._packed(weights.__getitem__, kept, with_head)
-        self._linears, self._head = self._lay_out(self._arena, _shapes(config), with_head)
+        self._laid_out = self._lay_out(self._arena, _shapes(config), with_head)
         self._groups: tuple[LayerGroup, ...] = ()
         self._model: NativeModel | None = None
 
@@ -127,13 +138,13 @@ class NativeDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights that a step reads which wants all logits."""
-        return self._arena.used if self._quick is None else self._quick.linear.weight.data_ptr() - self._begin
+        return self._laid_out.weight_bytes
 
     def _in_groups(self, groups: tuple[LayerGroup, ...]) -> NativeModel:
         place = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         layers = [
             NativeLayer(*norms, *linears, *place[i])
-            for i, (norms, linears) in enumerate(zip(self._norms, self._linears, strict=True))
+            for i, (norms, linears) in enumerate(zip(self._norms, self._laid_out.layers, strict=True))
         ]
         return NativeModel(
             self._team,
@@ -143,22 +154,22 @@ class NativeDecoder:
             self._rotary,
             layers,
             self._final_norm,
-            self._head,
-            self._quick,
+            self._laid_out.head,
+            self._laid_out.quick,
         )
 
     def _packed(self, tensors: Tensors, kept: Kept | None, with_head: bool) -> Arena:
         """The filled arena: kept on disk, with a head for all who share it, or packed here without one unneeded."""
+        own = Arena.plan()
+        self._lay_out(own, _shapes(self.config), with_head)
         if kept is not None:
             plan = Arena.plan()
             self._lay_out(plan, _shapes(self.config))
             what, version = self._what(kept), packing_digest()
             found = kept.packs.arena(what, version, plan, lambda arena: self._lay_out(arena, tensors))
             if found is not None:
-                return found
-        plan = Arena.plan()
-        self._lay_out(plan, _shapes(self.config), with_head)
-        arena = Arena(plan.used)
+                return in_huge_pages(found, own.used)
+        arena = Arena(own.used)
         self._lay_out(arena, tensors, with_head)
         return arena.again()
 
@@ -172,9 +183,7 @@ class NativeDecoder:
             "tensor parallel": f"{self._tp.rank}/{self._tp.size}",
         }
 
-    def _lay_out(
-        self, arena: Arena, tensors: Tensors, with_head: bool = True
-    ) -> tuple[list[LayerLinears], PackedLinear | None]:
+    def _lay_out(self, arena: Arena, tensors: Tensors, with_head: bool = True) -> _Layout:
         """The linear layers in the arena's pieces, one decoder layer after the other; the head last."""
         config = self.config
 
@@ -190,8 +199,12 @@ class NativeDecoder:
             o = pack([f"{attention}.o_proj"], config.attention_bias)
             gate_up = pack([f"{mlp}.gate_proj", f"{mlp}.up_proj"], config.mlp_bias, gated=True)
             layers.append((qkv, o, gate_up, pack([f"{mlp}.down_proj"], config.mlp_bias)))
-        head = EMBEDDING if config.tied_embeddings else HEAD
-        return layers, pack([head.removesuffix(".weight")], quant=self.quant.head) if with_head else None
+        if not with_head:
+            return _Layout(layers, None, None, arena.used)
+        name = EMBEDDING if config.tied_embeddings else HEAD
+        head, used = pack([name.removesuffix(".weight")], quant=self.quant.head), arena.used
+        quick = pack_quick_head(self._team, arena, tensors(name), self.dtype) if self._wants_quick else None
+        return _Layout(layers, head, quick, used)
 
 
 def _layer_norms(weights: Weights, index: int) -> tuple[Tensor, Tensor]:

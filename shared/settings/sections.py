@@ -93,6 +93,9 @@ class EngineSettings(Section):
         "auto",
         description="what computes on a CPU: native kernels compiled here, or torch; auto: native where that can be",
     )
+    quick_head: bool = Field(
+        True, description="keep the output head as 8-bit integers too: greedy steps read less, to the same tokens"
+    )
     quant: Quantization = Field(
         "none", description="weights of layers as integers, by the native kernels; int4 has groups of 32 inputs"
     )

@@ -21,6 +21,7 @@ from shared.kv.pool import Pool, create_pool
 from shared.kv.transfer import zero_rest
 from shared.model.config import layer_groups
 from shared.model.decoder import DTYPES, Model, load_decoder
+from shared.model.native_decoder import NativeDecoder
 from tests.native import require_native
 from tests.tiny_models import GREEDY, make_tiny_model, random_tokens, sequence
 
@@ -225,3 +226,22 @@ def test_a_pool_of_another_model_is_refused(float32_model: Model, tmp_path: Path
             pytest.raises(SettingsError),
         ):
             ModelRunner(float32_model, pool)
+
+
+def test_greedy_steps_of_few_rows_use_the_quick_head(folder: Path, tmp_path: Path) -> None:
+    require_native()
+    quick = load_decoder(folder, "bfloat16", "native", threads=2, quick_head=True)
+    assert isinstance(quick, NativeDecoder)
+    plain = load_decoder(folder, "bfloat16", "native", threads=2)
+    greedy = [ScheduledSequence(f"s{i}", 0, (5, 9, 7 + i), ((i,),), 1, GREEDY) for i in range(3)]
+    mixed = [greedy[0], replace(greedy[1], sampling=SEEDED)]
+    sampled = []
+    for number, model in enumerate((quick, plain)):
+        layout = PoolLayout(layer_groups(model.config, 32, "bfloat16", tile_layout=model.kernels.tile_layout), (8,))
+        pool = create_pool(tmp_path / str(number), WorkerId("decode-test"), layout)
+        runner = ModelRunner(model, pool)
+        sampled.append([runner.run(StepPlan(i, tuple(rows))).sampled for i, rows in enumerate((greedy, mixed))])
+        pool.close()
+    assert sampled[0] == sampled[1]
+    # the second step draws a token, and needs all logits
+    assert quick.native(layout.groups).rechecks.rows == 3

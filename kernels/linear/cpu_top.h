@@ -1,0 +1,132 @@
+/* The largest logits of rows, exactly, without reading the whole head: a head of 8-bit integers first, then the real one
+ * for each block of outputs that could hold the largest.
+ *
+ * A row x goes to the integers as two, itself and what quantizing it loses, r: together they miss x by little. With E the
+ * real product and A the sum of the two, |E - A| <= D |v| + X |w - v| + rounding, where X is the norm of x, D bounds that
+ * of what is still missed, v are the values of an output's integers and w its weights. The largest lower bound A - |E - A|
+ * of any output is at most the largest E, so a block whose upper bounds are all below it holds no largest one, nor its
+ * equal. Other logits become minus infinity. A row that is not finite has no bounds: all of it is computed. */
+#ifndef BATON_TOP_H
+#define BATON_TOP_H
+
+#include "linear/cpu_kernel.h"
+
+enum { SLICE = 64 }; /* blocks of outputs that one item looks at */
+
+typedef struct {
+    const baton_linear *head, *quick;
+    const float *norms;  /* [blocks][2][32]: |v| and |w - v| of every output */
+    const element *x;    /* [rows, x_stride] */
+    element *pairs;      /* [rows][2][x_stride]: rows, and what quantizing loses of them */
+    const float *quick_logits; /* [rows][2][out] of those */
+    float *logits;       /* [rows, out] */
+    float *factors;      /* [rows][2]: of the two norms in a bound */
+    float *lowers;       /* [rows][slices] */
+    int64_t *rechecked;  /* [rows]: blocks computed by the real head */
+    long rows, x_stride;
+} NAME(top);
+
+INLINE long NAME(slices)(const baton_linear *head) { return pieces(pieces(head->out, BLOCK), SLICE); }
+
+/* What quantizing a group loses, as quantize_groups does it; their squares are added. */
+INLINE void NAME(split_group)(const element *x, long count, element *lost, lanes *norm, lanes *missed) {
+    lanes top = zeros();
+    for (long i = 0; i < count; i += LANES) top = higher(magnitude(load_lanes(x + i, first_lanes(count - i))), top);
+    const lanes largest = fill(top_lane(higher(top, fill(SMALLEST))));
+    const lanes scale = divide(largest, fill(127.0f)), inverse = divide(fill(127.0f), largest);
+    for (long i = 0; i < count; i += LANES) {
+        const lane_mask mask = first_lanes(count - i);
+        const lanes v = load_lanes(x + i, mask);
+        const lanes whole = to_floats(to_ints(higher(mul(v, inverse), fill(-127.0f))));
+        const lanes rest = fused_minus(scale, whole, v);
+        store_lanes(lost + i, mask, rest);
+        *norm = fused(v, v, *norm);
+        *missed = fused(rest, rest, *missed);
+    }
+}
+
+/* Both rows of a row, and the factors of its bounds. */
+static void NAME(split_item)(const void *argument, long row, int thread) {
+    (void)thread;
+    const NAME(top) *p = argument;
+    const long in = p->quick->in, size = p->quick->group;
+    const element *x = p->x + row * p->x_stride;
+    element *pair = p->pairs + 2 * row * p->x_stride;
+    memcpy(pair, x, (size_t)in * sizeof(element));
+    lanes squares = zeros(), missed = zeros();
+    for (long k = 0; k < in; k += size)
+        NAME(split_group)(x + k, smaller(size, in - k), pair + p->x_stride + k, &squares, &missed);
+    const double norm = sqrt(sum_lanes(squares)), lost = sqrt(sum_lanes(missed));
+    /* a group's values are missed by half a step, the largest over 127, and by their rounding to elements before */
+    const double still = lost * (sqrt((double)size) / 254 + 1.0 / 256) + 1e-27;
+    /* more than the sums, the squares and the bounds themselves can lose to rounding */
+    const double rounding = (double)(in + 64) / (1 << 22) * (norm + lost);
+    p->factors[2 * row] = (float)((still + rounding) * 1.001);
+    p->factors[2 * row + 1] = (float)((norm + rounding) * 1.001);
+    p->rechecked[row] = 0;
+}
+
+/* The largest upper and lower bounds of a block's outputs. */
+INLINE void NAME(bounds)(const NAME(top) *p, long row, long block, float *most, float *least) {
+    const lanes missed = fill(p->factors[2 * row]), size = fill(p->factors[2 * row + 1]);
+    const float *norms = p->norms + block * 2 * BLOCK;
+    const float *quick = p->quick_logits + 2 * row * p->head->out + block * BLOCK;
+    lanes upper = fill(-INFINITY), under = fill(-INFINITY);
+    for (int h = 0; h < 2; h++) {
+        const lane_mask mask = first_lanes(p->head->out - block * BLOCK - h * LANES);
+        if (!mask) break;
+        const lanes sum = add(load_part(quick + h * LANES, mask), load_part(quick + p->head->out + h * LANES, mask));
+        lanes bound = fused(missed, load(norms + h * LANES), mul(size, load(norms + BLOCK + h * LANES)));
+        bound = add(bound, fill(1e-30f));
+        upper = higher_part(upper, mask, add(sum, bound));
+        under = higher_part(under, mask, sub(sum, bound));
+    }
+    *most = top_lane(upper);
+    *least = top_lane(under);
+}
+
+/* An item is a slice of a row's blocks. */
+static void NAME(lower_item)(const void *argument, long item, int thread) {
+    (void)thread;
+    const NAME(top) *p = argument;
+    const long slices = NAME(slices)(p->head), row = item / slices, slice = item % slices;
+    const long last = smaller(pieces(p->head->out, BLOCK), (slice + 1) * SLICE);
+    float best = -INFINITY;
+    for (long block = slice * SLICE; block < last; block++) {
+        float most, least;
+        NAME(bounds)(p, row, block, &most, &least);
+        if (least > best) best = least;
+    }
+    p->lowers[item] = best;
+}
+
+static void NAME(recheck_item)(const void *argument, long item, int thread) {
+    (void)thread;
+    const NAME(top) *p = argument;
+    const baton_linear *head = p->head;
+    const long slices = NAME(slices)(head), row = item / slices, slice = item % slices;
+    const long last = smaller(pieces(head->out, BLOCK), (slice + 1) * SLICE), words = NAME(words)(head->in);
+    const NAME(product) product = {.linear = head, .y = p->logits, .y_stride = head->out, .kind = TO_FLOATS};
+    const int bounded = p->factors[2 * row] < INFINITY && p->factors[2 * row + 1] < INFINITY;
+    float *logits = p->logits + row * head->out, best = -INFINITY;
+    for (long i = 0; i < slices; i++)
+        if (p->lowers[row * slices + i] > best) best = p->lowers[row * slices + i];
+    long computed = 0;
+    for (long block = slice * SLICE; block < last; block++) {
+        float most, least;
+        NAME(bounds)(p, row, block, &most, &least);
+        /* infinite norms of a weight make NaN or infinity of them: neither is below */
+        if (bounded && most < best) {
+            for (long i = block * BLOCK; i < smaller(head->out, (block + 1) * BLOCK); i++) logits[i] = -INFINITY;
+            continue;
+        }
+        _Alignas(64) float sums[1][BLOCK];
+        const element *w = (const element *)head->weight + block * BLOCK * PACK * words;
+        NAME(tiles)(1, p->x + row * p->x_stride, p->x_stride, w, head->in, sums);
+        NAME(finish)(&product, block, row, 1, (const float (*)[BLOCK])sums);
+        computed++;
+    }
+    __atomic_fetch_add(&p->rechecked[row], computed, __ATOMIC_RELAXED);
+}
+
+#endif

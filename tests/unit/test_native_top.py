@@ -1,0 +1,167 @@
+"""The quick head: the largest logits are found exactly, their equals too, and nothing larger is left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.linear.quantize import to_int8
+from kernels.native.arena import Arena
+from kernels.native.library import Team
+from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape
+from kernels.native.packed import PackedLinear, pack_linear, pack_quick_head, packed_bytes
+from kernels.rotary import rotary_table
+from kernels.rotary.frequencies import plain
+from tests.native import DTYPES, LEVEL_NAMES, team_of
+
+HIDDEN, INNER, HEADS, SIZE = 96, 64, 4, 16
+
+
+@pytest.fixture(params=LEVEL_NAMES)
+def team(request: pytest.FixtureRequest) -> Team:
+    return team_of(str(request.param), 2)
+
+
+def rand(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(team: Team, dtype: torch.dtype, *parts: Tensor, gated: bool = False) -> PackedLinear:
+    out = sum(len(part) for part in parts)
+    arena = Arena(packed_bytes(out, parts[0].shape[1], dtype, gated))
+    return pack_linear(team, arena, list(parts), [], dtype, gated)
+
+
+class OneLayer:
+    """A model of one random layer and the given head. Its tokens are rows of logits, computed in one step."""
+
+    def __init__(self, team: Team, dtype: torch.dtype, head: Tensor, rows: int, quick: bool = True) -> None:
+        arena = Arena.plan()
+        pack_quick_head(team, arena, head.to("meta"), dtype)
+        found = pack_quick_head(team, Arena(arena.used), head, dtype) if quick else None
+        width = HEADS * SIZE
+        qkv, o = rand(1, 3 * width, HIDDEN), rand(2, HIDDEN, width)
+        gate, up, down = rand(3, INNER, HIDDEN), rand(4, INNER, HIDDEN), rand(5, HIDDEN, INNER)
+        layer = NativeLayer(
+            torch.ones(HIDDEN),
+            torch.ones(HIDDEN),
+            packed(team, dtype, qkv),
+            packed(team, dtype, o),
+            packed(team, dtype, gate, up, gated=True),
+            packed(team, dtype, down),
+            0,
+            0,
+        )
+        shape = Shape(HIDDEN, INNER, len(head), HEADS, HEADS, SIZE, 1e-5, SIZE**-0.5)
+        table = rotary_table(plain(SIZE, 10000.0), 64, dtype)
+        self.embedding = rand(6, len(head), HIDDEN)
+        norm = torch.ones(HIDDEN)
+        self.model = NativeModel(
+            team, dtype, shape, self.embedding, table, [layer], norm, packed(team, dtype, head), found
+        )
+        self.model.quick_rows = rows
+        self.rows, self.dtype = rows, dtype
+
+    def logits(self, top_only: bool) -> Tensor:
+        rows = torch.arange(self.rows)
+        pool = torch.zeros(2, 1, 2, HEADS, 32, SIZE, dtype=self.dtype)
+        group = GroupPlan([[0, 1]], list(range(self.rows)))
+        return self.model.step(rows, rows, [0, self.rows], [self.rows], rows, [group], [pool], top_only)
+
+
+def check(found: Tensor, full: Tensor) -> Tensor:
+    """What was computed has its very bits, and what was not is smaller than the largest. Returns what was computed."""
+    computed = found != float("-inf")
+    assert torch.equal(found[computed], full[computed])
+    assert (full < full.amax(1, keepdim=True))[~computed].all()
+    assert torch.equal(found.argmax(1), full.argmax(1))
+    return computed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocab", "rows"), [(5003, 1), (5003, 13), (2048, 7), (31, 2)])
+def test_the_largest_logit_is_exact(team: Team, dtype: torch.dtype, vocab: int, rows: int) -> None:
+    for seed in range(3):
+        model = OneLayer(team, dtype, rand(10 + seed, vocab, HIDDEN) / HIDDEN**0.5, rows)
+        check(model.logits(top_only=True), model.logits(top_only=False))
+        rechecks = model.model.rechecks
+        assert rechecks.rows == rows
+        assert 1 <= rechecks.blocks / rows <= -(-vocab // 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_most_of_the_head_is_left_out(team: Team, dtype: torch.dtype) -> None:
+    head = rand(0, 5003, HIDDEN) / HIDDEN**0.5
+    head[::500] *= 3  # as a trained head: few tokens stand out
+    model = OneLayer(team, dtype, head, 13)
+    computed = check(model.logits(top_only=True), model.logits(top_only=False))
+    assert computed.sum(1).float().mean() < 500
+    assert model.model.rechecks.blocks * 32 >= int(computed.sum())
+    assert model.model.rechecks.fallbacks == 0
+
+
+def test_equal_logits_are_all_kept(team: Team) -> None:
+    head = rand(0, 5003, HIDDEN) / HIDDEN**0.5
+    plain_model = OneLayer(team, torch.bfloat16, head, 4)
+    best = plain_model.logits(top_only=False).argmax(1)
+    for row in range(4):
+        head[5002 - row], head[40 + row] = head[best[row]], head[best[row]]
+    model = OneLayer(team, torch.bfloat16, head, 4)
+    model_full, found = model.logits(top_only=False), model.logits(top_only=True)
+    check(found, model_full)
+    for row in range(4):
+        equal = model_full[row] == model_full[row].max()
+        assert equal.sum() >= 2
+        assert (found[row][equal] == model_full[row].max()).all()
+
+
+def test_where_integers_cannot_tell_all_of_it_is_computed(team: Team) -> None:
+    # outputs that differ by less than an integer's step: every one could be the largest
+    head = rand(0, 1, HIDDEN).expand(3000, HIDDEN) + rand(1, 3000, HIDDEN) * 1e-3
+    model = OneLayer(team, torch.float32, head.contiguous(), 5)
+    full = model.logits(top_only=False)
+    computed = check(model.logits(top_only=True), full)
+    assert computed.all()
+    assert model.model.rechecks.fallbacks == 5
+
+
+def test_the_integers_alone_would_be_wrong() -> None:
+    # were nothing computed again, these would choose otherwise: the recheck is what makes the result exact
+    head, x = rand(0, 20000, HIDDEN), rand(1, 40, HIDDEN)
+    wrong = (x @ to_int8(head).floats().T).argmax(1) != (x @ head.T).argmax(1)
+    assert wrong.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_never_left_out(team: Team, value: float) -> None:
+    head = rand(0, 5003, HIDDEN) / HIDDEN**0.5
+    head[3333, 5] = value
+    model = OneLayer(team, torch.bfloat16, head, 3)
+    full, found = model.logits(top_only=False), model.logits(top_only=True)
+    assert not full[:, 3333].isfinite().any()
+    torch.testing.assert_close(found[:, 3333], full[:, 3333], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_that_is_not_finite_is_computed_whole(team: Team) -> None:
+    head = rand(0, 5003, HIDDEN)
+    head[::500] *= 3
+    model = OneLayer(team, torch.bfloat16, head, 1)
+    check(model.logits(top_only=True), model.logits(top_only=False))
+    assert model.model.rechecks.fallbacks == 0
+    model.embedding[0, 0] = float("nan")
+    assert model.logits(top_only=True).isnan().all()
+    assert model.model.rechecks.fallbacks == 1
+
+
+def test_many_rows_are_computed_by_the_real_head(team: Team) -> None:
+    model = OneLayer(team, torch.bfloat16, rand(0, 5003, HIDDEN), 7)
+    model.model.quick_rows = 6
+    assert torch.equal(model.logits(top_only=True), model.logits(top_only=False))
+    assert model.model.rechecks.rows == 0
+
+
+def test_without_a_quick_head_all_logits_are_there(team: Team) -> None:
+    model = OneLayer(team, torch.bfloat16, rand(0, 5003, HIDDEN), 3, quick=False)
+    assert torch.equal(model.logits(top_only=True), model.logits(top_only=False))
+    assert model.model.rechecks.rows == 0
