@@ -471,8 +471,10 @@ def test_the_own_engine_runs_a_loop(tmp_path: Path) -> None:
 
     folder = make_tiny_model(tmp_path / "tiny", num_hidden_layers=1)
     command = [sys.executable, "-m", "loadtest.peer_baton", "--model", str(folder), "--threads", "1", "--quant", "int8"]
-    process = contestant(EngineProcess(command))
-    process.start()
+    process = EngineProcess(command)
+    contestant(process).start()
+    assert process._process is not None
+    child = process._process.child
     try:
         assert "int8" in process.build
         for number in (1, 2):
@@ -481,3 +483,4 @@ def test_the_own_engine_runs_a_loop(tmp_path: Path) -> None:
             assert (result["output_tokens"], len(result["first_s"])) == (12, 3)
     finally:
         process.stop()
+    assert child.returncode == 0, "it was ended before it had given its pool's memory back"
