@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.activation.triton_kernel import GATES, gate_mul
+from kernels.embedding.triton_kernel import embed
+from kernels.linear.triton_few_rows import few_rows_linear
 from kernels.linear.triton_kernel import linear
 from kernels.linear.triton_weights import DeviceWeight, Kind
 from kernels.moe.triton_kernel import experts, route
@@ -31,6 +33,7 @@ def variants(make: Make) -> Iterator[Variant]:
     yield from _small(make)
     yield from _rotary(make)
     yield from _linear(make)
+    yield from _few_rows(make)
     yield from _experts(make)
     yield from _sampling(make)
 
@@ -78,6 +81,17 @@ def _linear(make: Make) -> Iterator[Variant]:
                 name = f"linear-{kind}{f'-{group}' if group else ''}-{rows}-{out_features}"
                 weight, x = _weight(kind, group, out_features), torch.empty(rows, HIDDEN, dtype=_BF16)
                 yield make(name, lambda x=x, weight=weight: linear(x, weight), _unpacks(kind), **chips)
+
+
+def _few_rows(make: Make) -> Iterator[Variant]:
+    """The products of a layer with what is fused into them, and the embedding they begin from."""
+    x, norm, inner = torch.empty(1, HIDDEN, dtype=_BF16), torch.empty(HIDDEN, dtype=_BF16), torch.empty(1, WIDTH)
+    up, down = torch.empty(2 * WIDTH, HIDDEN, dtype=_BF16), torch.empty(HIDDEN, WIDTH, dtype=_BF16)
+    yield make("few-rows-norm", lambda: few_rows_linear(x, up, norm=norm, eps=1e-5))
+    yield make("few-rows-norm-gate", lambda: few_rows_linear(x, up, norm=norm, eps=1e-5, gate="silu"))
+    yield make("few-rows-add", lambda: few_rows_linear(inner.to(_BF16), down, residual=x))
+    ids = torch.zeros(1, dtype=torch.int32)
+    yield make("embedding", lambda: embed(ids, ids, ids, down, 2.0))
 
 
 def _unpacks(kind: str) -> bool:
