@@ -153,9 +153,14 @@ def test_a_whole_model_gives_the_logits_of_its_own_code(family: str, tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> DeviceDecoder:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(llama, folder)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save(llama, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> DeviceDecoder:
     return load_device_decoder(folder, "float32", DEVICE.type)
 
 
@@ -226,6 +231,18 @@ def test_a_bad_row_is_told_and_so_is_whoever_waited_for_its_token(tiny: DeviceDe
     assert output.bad_rows == {1}
     assert len(output.sampled[0]) == 1
     assert output.sampled[1] == ()
+
+
+def test_a_model_without_its_head_makes_the_same_kv(tiny: DeviceDecoder, folder: Path) -> None:
+    whole, prefill = Runs(tiny), Runs(load_device_decoder(folder, "float32", DEVICE.type, with_head=False))
+    prompt = (5, 9, 200, 31, 77)
+    whole.run(ScheduledSequence("a", 0, prompt, (BLOCKS[0],), 1, GREEDY))
+    output = prefill.run(ScheduledSequence("a", 0, prompt, (BLOCKS[0],), 0, None))
+    assert output.sampled == ((),)
+    assert output.bad_rows == frozenset()
+    block = BLOCKS[0][0]
+    assert torch.equal(prefill.pool[block, :, :, :, :5], whole.pool[block, :, :, :, :5])
+    assert bool(torch.isnan(prefill.pool[block, :, :, :, 5:]).all())
 
 
 def test_what_a_plan_names_is_checked_before_a_launch(tiny: DeviceDecoder) -> None:
