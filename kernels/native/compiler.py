@@ -81,7 +81,9 @@ def find_zig(folder: Path | None) -> Path | None:
 
 def zig_compiler(zig: Path, target: str, env: Mapping[str, str]) -> Compiler | None:
     """zig for a target such as "aarch64-linux-gnu". A named target has no instructions but those the flags ask for."""
-    return _answering([str(zig), "cc", "-target", target, "-g0"], env)
+    # clang itself takes AVX-512 for leave to use its wide registers; zig wants to be told
+    wide = ["-mevex512"] if target.startswith("x86_64") else []
+    return _answering([str(zig), "cc", "-target", target, *wide, "-g0"], env)
 
 
 def fetch_zig(folder: Path) -> None:

@@ -79,10 +79,14 @@ INLINE words16 load_bytes(const int8_t *p, lane_mask mask) {
 INLINE void store_bytes(int8_t *p, lane_mask mask, words16 w) { _mm512_mask_cvtsepi32_storeu_epi8(p, mask, w); }
 
 #ifdef __AVX512VNNI__
-/* Not the intrinsic: gcc 12 moves the sums of a tile out of registers for it. */
 INLINE words16 dot_bytes(words16 sum, words16 u, words16 s) {
+#ifdef __clang__
+    return _mm512_dpbusd_epi32(sum, u, s);
+#else
+    /* not the intrinsic: gcc 12 moves the sums of a tile out of registers for it */
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
     return sum;
+#endif
 }
 #endif
 
