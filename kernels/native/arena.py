@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 4096
-_MOST = 0.5
+_MOST = 0.8
 _POPULATE_READ, _COLLAPSE = 22, 25
 """MADV_POPULATE_READ and MADV_COLLAPSE, which Python 3.11 has no names for."""
 

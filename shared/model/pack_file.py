@@ -52,6 +52,8 @@ def write_pack(path: Path, what: Mapping[str, str], arena: Arena) -> None:
             _write(file, memoryview((MAGIC + _LENGTH.pack(len(head)) + head).ljust(begin, b"\0")))
             _write(file, contents)
             os.fsync(file.fileno())
+            # what is read by a mapping comes in huge pages; what was written lies in whatever was free
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         temp.rename(path)
         _sync_folder(path.parent)
     except BaseException:
