@@ -28,8 +28,9 @@ def team(level: str) -> Team:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("seq_len", [1, 33, 64, 65, 513])
+@pytest.mark.parametrize(
+    ("heads", "seq_len"), [*((heads, 513) for heads in HEADS), *((HEADS[2], n) for n in (1, 33, 64, 65))], ids=str
+)
 def test_attention_matches_the_textbook(
     team: Team, dtype: torch.dtype, heads: tuple[int, int, int], seq_len: int
 ) -> None:
@@ -149,7 +150,7 @@ PREFIXES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(2, 2, 32), (6, 2, 32), (7, 1, 64), (13, 1, 16)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 32), (7, 1, 64), (13, 1, 16)], ids=str)
 @pytest.mark.parametrize("prefixes", PREFIXES, ids=["three splits", "one split and some"])
 def test_sharing_blocks_changes_no_bit(
     level: str, dtype: torch.dtype, heads: tuple[int, int, int], prefixes: list[tuple[int, int, int]]
