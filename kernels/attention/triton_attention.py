@@ -36,7 +36,7 @@ class Items:
 
     rows: int
     split: bool
-    items: Tensor  # [capacity, 5] int32, see `attend_kernel`
+    items: Tensor  # [capacity, 7] int32, see `attend_kernel`
     count: Tensor  # [1] int32
     grid: int
 
@@ -59,6 +59,7 @@ class TritonPlan:
     joined: Tensor  # [any] int32
     launches: tuple[Items, ...]
     num_partials: int
+    most_splits: int  # of a row whose splits are joined
     blocks: tuple[int, int] | None  # lowest and highest that are read; None: known on the device only
 
 
@@ -83,6 +84,7 @@ def plan_attention(
         KernelArgumentError: an argument is inconsistent or of a size the kernels do not have.
     """
     check_range("head_dim", head_dim, HEAD_DIMS)
+    tuned = shape(head_dim, quantized, device)
     try:
         work = plan_work(
             cu_seqlens_q,
@@ -93,7 +95,7 @@ def plan_attention(
             num_kv_heads,
             window=window,
             programs=programs(device),
-            wide=shape(head_dim, quantized, device).wide_rows,
+            wide=tuned.wide_rows,
         )
     except ValueError as exc:
         raise KernelArgumentError(str(exc)) from exc
@@ -108,7 +110,7 @@ def plan_attention(
     )
     return TritonPlan(
         work.num_tokens, block_size, num_q_heads, num_kv_heads, head_dim, quantized, window,
-        positions, partials, rows, tables, joined, launches, work.num_partials, _blocks(work),
+        positions, partials, rows, tables, joined, launches, work.num_partials, work.most_splits, _blocks(work),
     )  # fmt: skip
 
 
@@ -155,16 +157,16 @@ def plan_on_device(
         )
     heads, head_tiles = tile_heads(num_q_heads // num_kv_heads)
     slots, device = num_kv_heads * head_tiles, seq_lens.device
-    wide = shape(head_dim, quantized, device).wide_rows
-    narrow_tokens, wide_tokens = NARROW // heads, (wide or NARROW) // heads
-    narrow_most = min(max_queries, narrow_tokens) if wide else max_queries
+    tuned = shape(head_dim, quantized, device)
+    narrow_tokens, wide_tokens = NARROW // heads, (tuned.wide_rows or NARROW) // heads
+    narrow_most = min(max_queries, narrow_tokens) if tuned.wide_rows else max_queries
     max_splits = -(-max_len // SPLIT)
     num_narrow = (min(num_rows, num_seqs * narrow_most) // narrow_tokens + num_seqs) * max_splits
     num_wide = num_rows // wide_tokens + num_seqs if max_queries > narrow_most else 0
     num_partials = min(num_rows, num_seqs * narrow_most) * max_splits
     positions, partials, rows = torch.empty(3, num_rows, dtype=torch.int32, device=device)
-    narrow_items = torch.empty(max(num_narrow, 1), 5, dtype=torch.int32, device=device)
-    wide_items = torch.empty(max(num_wide, 1), 5, dtype=torch.int32, device=device)
+    narrow_items = torch.empty(max(num_narrow, 1), 7, dtype=torch.int32, device=device)
+    wide_items = torch.empty(max(num_wide, 1), 7, dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
     triton_kernel.plan_kernel[(num_seqs,)](
         cu_seqlens_q, seq_lens, positions, partials, rows, narrow_items, wide_items, counts,
@@ -174,10 +176,10 @@ def plan_on_device(
     most = programs(device)
     launches = [Items(NARROW, True, narrow_items, counts[:1], min(most, num_narrow * slots))]
     if num_wide:
-        launches.append(Items(wide, False, wide_items, counts[1:], min(most, num_wide * slots)))
+        launches.append(Items(tuned.wide_rows, False, wide_items, counts[1:], min(most, num_wide * slots)))
     return TritonPlan(
         num_rows, block_size, num_q_heads, num_kv_heads, head_dim, quantized, window,
-        positions, partials, rows, block_tables, rows, tuple(launches), num_partials, None,
+        positions, partials, rows, block_tables, rows, tuple(launches), num_partials, max_splits, None,
     )  # fmt: skip
 
 
@@ -225,7 +227,6 @@ def attend(
     scale_strides = kv_scales.stride() if kv_scales is not None else (0, 0, 0, 1)
     tuned = shape(head_dim, plan.quantized, q.device)
     for launch in plan.launches:
-        warps = tuned.split_warps if launch.split else tuned.wide_warps
         triton_kernel.attend_kernel[(launch.grid,)](
             q, pool, scales, out, part_o, part_ml, some_sinks,
             plan.positions, plan.partials, plan.rows, launch.items, launch.count, plan.tables,
@@ -236,15 +237,16 @@ def attend(
             HEAD_DIM=head_dim, HEAD_PADDED=padded(head_dim), ROWS=launch.rows, SPLIT=launch.split,
             QUANTIZED=kv_scales is not None, WINDOWED=plan.window > 0, CAPPED=soft_cap > 0, SINKS=sinks is not None,
             SMALL_BLOCKS=plan.block_size < KEY_TILE,
-            num_warps=warps, num_stages=stages(head_dim, launch.rows, q.element_size(), q.device),
+            num_warps=tuned.split_warps if launch.split else tuned.wide_warps,
+            num_stages=stages(head_dim, launch.rows, q.element_size(), q.device),
         )  # fmt: skip
     if plan.num_partials:
-        heads, ahead = join_shape(num_q_heads, q.device)
+        heads, ahead, join_warps = join_shape(num_q_heads, plan.most_splits, q.device)
         triton_kernel.join_kernel[(plan.joined.shape[0], -(-num_q_heads // heads))](
             out, part_o, part_ml, some_sinks, plan.positions, plan.partials, plan.joined,
             plan.num_partials, num_q_heads, plan.window, score_scale,
             HEAD_DIM=head_dim, HEAD_PADDED=padded(head_dim), WINDOWED=plan.window > 0, SINKS=sinks is not None,
-            HEADS=heads, AHEAD=ahead, num_warps=1,
+            HEADS=heads, AHEAD=ahead, num_warps=join_warps,
         )  # fmt: skip
     return out
 

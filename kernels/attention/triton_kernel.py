@@ -138,7 +138,8 @@ def attend_kernel(
     position_ptr,  # [num_tokens] int32, absolute
     partial_ptr,  # [num_tokens] int32, where a token's split 0 lies in the partials
     rows_ptr,  # int32 token indices, item by item
-    items_ptr,  # [num_items, 5] int32: first in rows, tokens, table row, split, log2 of places for heads
+    # [num_items, 7] int32: first in rows, tokens, table row, split, log2 of places for heads, lowest and last position
+    items_ptr,
     count_ptr,  # [1] int32, num_items
     tables_ptr,  # [num_seqs, table_stride] int32 block ids
     q_stride, q_head_stride, block_stride, kv_stride, head_stride,
@@ -156,12 +157,11 @@ def attend_kernel(
     slots = num_kv_heads * head_tiles
     num_q_heads = num_kv_heads * group
     for work in range(tl.program_id(0), tl.load(count_ptr) * slots, tl.num_programs(0)):
-        item = items_ptr + (work // slots) * 5
+        item = items_ptr + (work // slots) * 7
         kv_head = (work % slots) // head_tiles
         token, q_head, m_r = _rows(item, work % slots, rows_ptr, head_tiles, group, ROWS, ".ca")
         position = tl.load(position_ptr + token, mask=m_r, other=-1)  # [ROWS]; -1 sees nothing
-        last = tl.max(position, 0)
-        lowest = tl.min(tl.where(m_r, position, last), 0)
+        lowest, last = tl.load(item + 5), tl.load(item + 6)
         q_at = q_ptr + (token.to(tl.int64) * q_stride + q_head * q_head_stride)[:, None] + o_d[None, :]
         b_q = tl.load(q_at, mask=m_r[:, None] & m_d[None, :], other=0.0)  # [ROWS, HEAD_PADDED]
         k_ptr = pool_ptr + kv_head.to(tl.int64) * head_stride
@@ -289,7 +289,7 @@ def plan_kernel(
     cu_ptr,  # [num_seqs + 1] int32 running sum of query rows
     seq_lens_ptr,  # [num_seqs] int32
     position_ptr, partial_ptr, rows_ptr,  # [num_rows] int32, written
-    narrow_ptr, wide_ptr,  # [any, 5] int32 items, written up to their counts
+    narrow_ptr, wide_ptr,  # [any, 7] int32 items, as above, written up to their counts
     count_ptr,  # [2] int32, written: narrow items, wide items
     num_seqs, num_rows, narrow_most, narrow_tokens, wide_tokens, head_shift, window,
     WINDOWED: tl.constexpr, BLOCK: tl.constexpr, SPLIT_KEYS: tl.constexpr = 512,
@@ -327,21 +327,25 @@ def plan_kernel(
     for start in range(0, items, BLOCK):
         i = start + o_b
         piece = i // splits * narrow_tokens
-        at = narrow_ptr + (narrow + i) * 5
+        at = narrow_ptr + (narrow + i) * 7
         tl.store(at, row + piece, mask=i < items)
         tl.store(at + 1, tl.minimum(queries - piece, narrow_tokens), mask=i < items)
         tl.store(at + 2, seq, mask=i < items)
         tl.store(at + 3, first + i % splits, mask=i < items)
         tl.store(at + 4, head_shift, mask=i < items)
+        tl.store(at + 5, length - queries + piece, mask=i < items)
+        tl.store(at + 6, length - queries + tl.minimum(piece + narrow_tokens, queries) - 1, mask=i < items)
     for start in range(0, pieces, BLOCK):
         i = start + o_b
         piece = (pieces - 1 - i) * wide_tokens  # the longest first
-        at = wide_ptr + (wide + i) * 5
+        at = wide_ptr + (wide + i) * 7
         tl.store(at, row + piece, mask=i < pieces)
         tl.store(at + 1, tl.minimum(queries - piece, wide_tokens), mask=i < pieces)
         tl.store(at + 2, seq, mask=i < pieces)
         tl.store(at + 3, -1, mask=i < pieces)
         tl.store(at + 4, head_shift, mask=i < pieces)
+        tl.store(at + 5, length - queries + piece, mask=i < pieces)
+        tl.store(at + 6, length - queries + tl.minimum(piece + wide_tokens, queries) - 1, mask=i < pieces)
     if seq == num_seqs - 1:
         tl.store(count_ptr, narrow + items)
         tl.store(count_ptr + 1, wide + pieces)

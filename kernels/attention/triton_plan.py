@@ -28,7 +28,7 @@ class Launch:
 
     rows: int  # NARROW or WIDE
     split: bool  # every item is one split
-    items: Ints  # [num_items, 5] first in `Work.rows`, tokens, sequence, split or -1, log2 of places for heads
+    items: Ints  # [num_items, 7] see `attend_kernel`; split -1 = all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Work:
     joined: Ints  # tokens whose splits are joined afterwards
     launches: tuple[Launch, ...]
     num_partials: int
+    most_splits: int  # of a row whose splits are joined
     lowest_block: int  # of those that are read
     highest_block: int
 
@@ -104,9 +105,11 @@ def plan_work(
     cost = int((queries[broad] * splits[broad]).sum()) * num_q_heads
     split_broad = not wide or (len(wide_items) * slots < programs // 2 and cost <= _MOST_PARTIAL_ROWS)
 
+    row_list = np.concatenate([np.arange(num_tokens), shared_rows])
+
     def launch(rows: int, split: bool, items: npt.NDArray[np.int64]) -> Launch:
         shift = np.full((len(items), 1), heads.bit_length() - 1)
-        return Launch(rows, split, _int32(np.concatenate([items, shift], 1)))
+        return Launch(rows, split, _int32(np.concatenate([items, shift, _extent(items, positions[row_list])], 1)))
 
     launches = []
     if len(narrow):
@@ -127,8 +130,8 @@ def plan_work(
     partials = np.zeros(num_tokens, np.int64)
     partials[joined] = np.cumsum(room) - room - first_split[seq_of][joined]
     return Work(
-        num_tokens, _int32(positions), _int32(partials), _int32(np.concatenate([np.arange(num_tokens), shared_rows])),
-        tables, _int32(joined), tuple(launches), int(room.sum()), low, high,
+        num_tokens, _int32(positions), _int32(partials), _int32(row_list),
+        tables, _int32(joined), tuple(launches), int(room.sum()), int(room.max(initial=0)), low, high,
     )  # fmt: skip
 
 
@@ -152,8 +155,8 @@ def _check(
     queries = np.diff(cu)
     if cu[0] != 0 or (queries < 0).any():
         raise ValueError("cu_seqlens_q does not rise from 0")
-    for i in np.flatnonzero(queries > lens):
-        raise ValueError(f"cu_seqlens_q gives sequence {i} {queries[i]} query rows, seq_lens {lens[i]} tokens")
+    for bad in np.flatnonzero(queries > lens):
+        raise ValueError(f"cu_seqlens_q gives sequence {bad} {queries[bad]} query rows, seq_lens {lens[bad]} tokens")
     for i, table in enumerate(block_tables):
         if len(table) * block_size < lens[i]:
             raise ValueError(f"block_tables[{i}] has {len(table)} blocks of {block_size} for seq_lens {lens[i]} tokens")
@@ -184,6 +187,14 @@ def _wide_items(
         (cu[i] + first, min(tokens, queries[i] - first), i) for i in seqs for first in range(0, int(queries[i]), tokens)
     ]
     return np.array(items, np.int64).reshape(-1, 3)
+
+
+def _extent(items: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[num_items, 2] lowest and highest position of each item's rows."""
+    padded = np.append(positions, 0)  # an end may lie behind the last
+    bounds = np.stack([items[:, 0], items[:, 0] + items[:, 1]], 1).reshape(-1)
+    low, high = (extreme.reduceat(padded, bounds)[::2] for extreme in (np.minimum, np.maximum))
+    return np.stack([low, high], 1)
 
 
 def _whole_items(items: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -37,7 +37,9 @@ def shape(head_dim: int, quantized: bool, device: torch.device) -> Shape:
     width = padded(head_dim)
     if width > 128:
         return Shape(8, 0, 0)
-    if width > 64 and (quantized or capability(device)[0] < 9):
+    if width > 64 and quantized:
+        return Shape(4, 0, 0)
+    if width > 64 and capability(device)[0] < 9:
         return Shape(8, NARROW, 8)
     return Shape(4, WIDE, 8)
 
@@ -48,9 +50,11 @@ def stages(head_dim: int, rows: int, item_bytes: int, device: torch.device) -> i
     return max(1, min(_MOST_STAGES, room // (2 * 64 * padded(head_dim) * item_bytes)))
 
 
-def join_shape(num_q_heads: int, device: torch.device) -> tuple[int, int]:
-    """Query heads of a program that joins splits, and the splits it reads at a time."""
-    return (padded(num_q_heads), 1) if interpreted(device) else (1, 8)
+def join_shape(num_q_heads: int, most_splits: int, device: torch.device) -> tuple[int, int, int]:
+    """Query heads of a program that joins splits, the splits it reads at a time, and its warps."""
+    if interpreted(device):
+        return padded(num_q_heads), 1, 1
+    return (1, 8, 1) if most_splits > 4 else (1, 4, 1)
 
 
 def programs(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.triton_rounding import row_scale, rounded
+from kernels.triton_rounding import rounded, row_scale
 
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 

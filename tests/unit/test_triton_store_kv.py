@@ -150,7 +150,7 @@ def test_wrong_blocks_are_named() -> None:
         gather_blocks(pool, ids, torch.zeros(1, 5, device=DEVICE))
     with pytest.raises(KernelArgumentError, match=r"ids is torch.int32, expected torch.int64"):
         zero_blocks(pool, ids.int())
-    with pytest.raises(KernelArgumentError, match="pool of shape .* expected contiguous"):
+    with pytest.raises(KernelArgumentError, match=r"pool of shape .* expected contiguous"):
         zero_blocks(pool[:, :2], ids)
     with pytest.raises(KernelArgumentError, match="blocks of 3 bytes"):
         digest_blocks(torch.zeros(2, 3, dtype=torch.int8, device=DEVICE), ids)
