@@ -45,7 +45,7 @@ class NativeLayer:
     index: int  # its place in the group
 
 
-QUICK_ROWS = 4
+QUICK_ROWS = 3
 """Most rows of logits a quick head is used for: more are bound by arithmetic, which it adds to."""
 
 
