@@ -22,11 +22,12 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.chip import multiprocessors
+from kernels.chip import capability, multiprocessors, shared_bytes
 from kernels.linear.triton_parts import BLOCK_N, finished, split_features, split_sum
 from kernels.linear.triton_weights import DeviceWeight
 from kernels.triton_rounding import rounded, row_scale
 
+FP8_CAPABILITY = (8, 9)
 MAX_FEATURES = 131072
 """Products of int8 summed over so many fit 32 bits."""
 _SPLIT_ROWS = 256
@@ -190,7 +191,7 @@ class Shape:
 
 
 def launch_shape(weight: DeviceWeight, num_rows: int, one_split: bool) -> Shape:
-    """Tiles for a weight and a row count, as an H200 likes them."""
+    """Tiles for a weight and a row count, as an H200 likes them; fewer stages where a block has less memory."""
     eight = weight.kind in ("int8", "int4")
     block_k = 64 if weight.kind == "plain" else 128
     if weight.data.dtype == torch.float32:
@@ -200,9 +201,16 @@ def launch_shape(weight: DeviceWeight, num_rows: int, one_split: bool) -> Shape:
     if num_rows <= 64:
         block_n = 128 if weight.kind == "int8" else BLOCK_N
         return Shape(block_n, triton.next_power_of_2(num_rows), block_k, 4, 3 if eight else 6)
+    if not is_roomy(weight.data.device):
+        return Shape(128, 128, block_k, 8, 2)
     if one_split and num_rows > 128 and weight.data.itemsize == 2:
         return Shape(128, 256, block_k, 8, 3)
     return Shape(128, 128, block_k, 8, 4 if weight.data.itemsize == 2 else 3)
+
+
+def is_roomy(device: torch.device) -> bool:
+    """Whether a block may have the shared memory that the largest tiles want."""
+    return shared_bytes(device) >= 160 * 1024
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -332,6 +340,8 @@ def _check(x: Tensor, weight: DeviceWeight) -> None:
     check_dtype("x", x, *((weight.data.dtype,) if weight.kind == "plain" else FLOATS))
     check_rows("x", x)
     check_device("weight", weight.data, x)
+    if weight.kind == "fp8" and capability(x.device) < FP8_CAPABILITY:
+        raise KernelArgumentError("weight is float8_e4m3fn, whose products this card does not have; int8 ones it has")
     if weight.in_features > MAX_FEATURES:
         raise KernelArgumentError(f"x has shape {list(x.shape)}, expected at most [any, {MAX_FEATURES}]")
     if weight.kind == "int4":

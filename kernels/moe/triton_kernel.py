@@ -24,7 +24,7 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.linear.triton_kernel import whole_zeros
+from kernels.linear.triton_kernel import is_roomy, whole_zeros
 from kernels.linear.triton_parts import finished, split_features, split_sum
 from kernels.linear.triton_weights import DeviceWeight
 
@@ -344,7 +344,7 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
         BLOCK_N=block_n,
         BLOCK_M=pairs.block_m,
         num_warps=8 if large else 4,
-        num_stages=3 if large else 4,
+        num_stages=4 if not large else 3 if is_roomy(x.device) else 2,
     )
     return y
 

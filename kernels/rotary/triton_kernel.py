@@ -23,10 +23,12 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
+from kernels.chip import capability
 from kernels.triton_rounding import rounded, row_scale
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+FP8_CAPABILITY = (8, 9)
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 _TILE = 2048
 """Values of heads that one program rotates."""
@@ -169,6 +171,8 @@ def rotary_store_kv(
     check_device("pool", pool, qkv)
     if (kv_scales is not None) != (pool.dtype in _EIGHT_BITS):
         raise KernelArgumentError(f"kv_scales go with a pool of 8-bit values and no other; pool is {pool.dtype}")
+    if pool.dtype == torch.float8_e4m3fn and capability(pool.device) < FP8_CAPABILITY:
+        raise KernelArgumentError("pool is float8_e4m3fn, to which this card does not convert; int8 it does")
     if kv_scales is not None:
         check_shape("kv_scales", kv_scales, *pool.shape[:4])
         check_dtype("kv_scales", kv_scales, torch.float32)

@@ -12,6 +12,7 @@ from kernels.testing import DEVICE, INTERPRETED, assert_close, guarded_like
 
 # isort: split
 from kernels.arguments import KernelArgumentError
+from kernels.chip import pretend
 from kernels.linear.triton_kernel import linear, quantize_rows
 from kernels.linear.triton_parts import split_features
 from kernels.linear.triton_weights import (
@@ -191,6 +192,11 @@ def test_a_broken_row_spoils_only_itself() -> None:
             y = linear(x, made(kind, 16, 128, torch.bfloat16))
             assert not y[1].isfinite().all(), kind
             assert y[[0, 2]].isfinite().all(), kind
+
+
+def test_float8_is_refused_where_the_card_has_none_of_it() -> None:
+    with pretend((8, 0)), pytest.raises(KernelArgumentError, match="weight is float8_e4m3fn"):
+        linear(randn(2, 64), fp8_channels(randn(8, 64)))
 
 
 @pytest.mark.parametrize(
