@@ -25,7 +25,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.native.compiler import Compiler, NativeUnavailable, NoCompiler, find_compiler, missing_compiler
+from kernels.native.compiler import (
+    FETCH_S,
+    FETCHING,
+    Compiler,
+    NativeUnavailable,
+    NoCompiler,
+    find_compiler,
+    missing_compiler,
+)
 from kernels.native.cpu import NEEDED, Level, machine_level
 
 KERNELS = Path(__file__).resolve().parents[1]
@@ -131,6 +139,10 @@ def _prune(folder: Path, digest: str, now: float) -> None:
     """Remove what killed builds left, and libraries of other sources that were not used for long. The lock is held."""
     for left in folder.glob(".build-*"):
         shutil.rmtree(left, ignore_errors=True)
+    for left in folder.glob(f"{FETCHING}*"):  # fetched without the lock
+        with suppress(OSError):
+            if now - left.stat().st_mtime > 2 * FETCH_S:
+                shutil.rmtree(left, ignore_errors=True)
     for path in folder.glob("*.so"):
         with suppress(OSError):
             if not path.name.startswith(f"{digest}-") and now - path.stat().st_mtime > KEPT_S:

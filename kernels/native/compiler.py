@@ -23,6 +23,7 @@ COMPILERS = ("cc", "gcc", "clang")
 ZIG = "0.15.2"
 ZIG_SIZE = "93 MB, 380 MB unpacked"
 FETCH_S = 600.0
+FETCHING = ".zig-"
 
 
 class NativeUnavailable(Exception):
@@ -95,7 +96,7 @@ def fetch_zig(folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input", "--no-deps"]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-", ignore_cleanup_errors=True) as made:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=FETCHING, ignore_cleanup_errors=True) as made:
             command = [*pip, "--no-compile", "--target", made, f"ziglang=={ZIG}"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
             if done.returncode:

@@ -173,13 +173,16 @@ def test_old_libraries_of_other_sources_go(tmp_path: Path, built: Built) -> None
     for name in ("old-avx2-0.so", "old-avx2-0.sum", "young-avx2-0.so", "young-avx2-0.sum"):
         (folder / name).write_text(name)
         os.utime(folder / name, (time.time() - month * name.startswith("old"),) * 2)
+    for name, age in ((".zig-killed", 3600.0), (".zig-being-fetched", 0.0)):
+        (folder / name).mkdir()
+        os.utime(folder / name, (time.time() - age,) * 2)
     (folder / ".build-killed").mkdir()
     (folder / ".build-killed" / "x.so").write_text("")
     os.utime(current, (time.time() - month,) * 2)
     again = ensure_library(folder, level(), {**compiler.env, "CC": f"{compiler.env['CC']} -DANOTHER"}).path
     left = {path.name for path in folder.iterdir()}
     pairs = {path.with_suffix(suffix).name for path in (current, again) for suffix in (".so", ".sum")}
-    assert left == {"lock", "young-avx2-0.so", "young-avx2-0.sum"} | pairs
+    assert left == {"lock", "young-avx2-0.so", "young-avx2-0.sum", ".zig-being-fetched"} | pairs
 
 
 def test_a_library_in_use_is_not_old(tmp_path: Path, built: Built) -> None:
