@@ -5,6 +5,7 @@ An operation adds its rows here; each is a call of its host wrapper with small t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ import torch
 from kernels.aot import operations
 from kernels.attention import triton_attention
 from kernels.attention.triton_tuning import HEAD_DIMS
+from kernels.store_kv import triton_blocks
+from kernels.store_kv.triton_kernel import store_kv
 
 CHIPS = ((8, 0), (9, 0))
 _CPU = torch.device("cpu")
@@ -34,6 +37,10 @@ def variants() -> Iterator[Variant]:
     yield from _attention()
     yield Variant("attention-plan", _plan)
     yield Variant("attention-plan-window", lambda: _plan(4096))
+    for dtype in (torch.bfloat16, torch.int8, _FP8):
+        chips = ((9, 0),) if dtype == _FP8 else CHIPS
+        yield Variant(f"store-kv-{str(dtype).removeprefix('torch.')}", functools.partial(_store, dtype), chips=chips)
+    yield Variant("blocks", _blocks)
     yield from operations.variants(Variant)
 
 
@@ -86,3 +93,17 @@ def _attend(
 def _plan(window: int = 0) -> object:
     cu, lens, tables = (torch.empty(*shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 64)))
     return triton_attention.plan_on_device(cu, lens, tables, 32, 4, 1024, 16, 32, 8, 128, window)
+
+
+def _store(dtype: torch.dtype) -> None:
+    pool = torch.empty(1, 3, 2, 8, 16, 128, dtype=dtype)[:, 1]
+    scales = None if dtype == torch.bfloat16 else torch.empty(1, 3, 2, 8, 16)[:, 1]
+    store_kv(torch.empty(4, 2, 8, 128, dtype=torch.bfloat16), pool, torch.zeros(4, dtype=torch.int32), scales)
+
+
+def _blocks() -> None:
+    pool, ids = torch.empty(2, 64, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    triton_blocks.gather_blocks(pool, ids, pool[:1])
+    triton_blocks.scatter_blocks(pool[:1], ids, pool)
+    triton_blocks.zero_blocks(pool, ids)
+    triton_blocks.digest_blocks(pool, ids)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 _MAP_NORESERVE = 0x4000  # of Linux; the mmap module names it since Python 3.13
 
 
