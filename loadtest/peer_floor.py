@@ -21,7 +21,7 @@ def floor(model: str, folder: Path, quant: str, threads: int, seconds: float) ->
     """Decode beside the sweep of the weights, prefill beside the products alone, measured in one run.
 
     Raises:
-        Unavailable: the bench failed.
+        Unavailable: the bench failed, or took too long.
     """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as made:
         out = Path(made) / "engine.json"
@@ -29,7 +29,10 @@ def floor(model: str, folder: Path, quant: str, threads: int, seconds: float) ->
         command += ["--model", str(folder), "--quant", "none" if quant == "bf16" else quant]
         command += ["--threads", str(threads), "--seconds", str(seconds), "--json", str(out)]
         command += ["--longest", str(LONGEST[quant])] if quant in LONGEST else []
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired as exc:
+            raise Unavailable(f"bench engine did not end within {LIMIT_S:g} s") from exc
         if done.returncode:
             raise Unavailable(f"bench engine failed: {done.stderr.strip()[-800:]}")
         return floor_of(model, quant, json.loads(out.read_text(encoding="utf-8")))

@@ -136,7 +136,10 @@ def run(options: argparse.Namespace, environments: Environments, cache: Path) ->
             and not any((one["model"], one["quant"]) == (model, quant) for one in floors)
         ):
             say(f"{model}, {quant}: shares of what the machine gives")
-            floors.append(floor(model, weights.baton(), quant, threads, options.floor_seconds))
+            try:
+                floors.append(floor(model, weights.baton(), quant, threads, options.floor_seconds))
+            except BatonError as exc:
+                failed[f"shares, {model}, {quant}"] = exc.message
             if options.json:
                 write(options.json, report())
     return report()
