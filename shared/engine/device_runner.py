@@ -27,6 +27,10 @@ RecordLogits = Callable[[str, int, Tensor], None]
 """Called as (seq_id, absolute position of the row, [vocab_size] logits): for proofs; the host then waits in a step."""
 
 
+class DeviceLost(Internal):
+    """The device failed: nothing more can be computed in this process."""
+
+
 @dataclass(slots=True)
 class _Slot:
     """Host memory of one step in flight."""
@@ -73,14 +77,17 @@ class DeviceRunner:
 
         Raises:
             Internal: the plan breaks its contract, or is larger than the limits.
+            DeviceLost: also by what is returned.
         """
         start = time.perf_counter()
         slot = self._slots[self._launched % len(self._slots)]
         slot.free.acquire()
         try:
             mark = self._launch(plan, slot)
-        except BaseException:
+        except BaseException as exc:
             slot.free.release()
+            if isinstance(exc, torch.AcceleratorError):
+                raise DeviceLost(f"the device failed before step {plan.step}: {exc}") from exc
             raise
         self._launched += 1
         self._samples = _rows_drawn(plan)
@@ -119,9 +126,10 @@ class DeviceRunner:
         before, self._bad = self._bad, frozenset(sequence.seq_id for sequence in plan.sequences)
         try:
             mark.wait()
-            tokens, finite = slot.outputs.tolist()
-        except RuntimeError as exc:
-            raise Internal(f"step {plan.step} failed on the device: {exc}") from exc
+            num_logits = sum(sequence.num_logits for sequence in plan.sequences)
+            tokens, finite = slot.outputs[:, :num_logits].tolist()
+        except torch.AcceleratorError as exc:
+            raise DeviceLost(f"the device failed in step {plan.step}: {exc}") from exc
         finally:
             slot.free.release()
         sampled: list[tuple[int, ...]] = []

@@ -9,14 +9,16 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.engine.device_compute import StepLimits
+from shared.engine.device_runner import DeviceLost
 from shared.engine.device_sizing import SHRINK, DeviceUse, Steps, free_bytes, measure_steps, pool_budget
 from shared.engine.engine import PendingStep
 from shared.engine.numerics import numerics_id
@@ -30,6 +32,8 @@ from shared.kv.pool import sweep
 from shared.model.config import layer_groups
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
 from shared.model.weights import model_digest
+
+T = TypeVar("T")
 
 log = logging.getLogger("baton.worker")
 
@@ -70,17 +74,27 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         max_positions=model.config.max_positions,
         fake=False,
     )
-    return WorkerEngine(options, facts, pool, _DeviceSteps(steps), on_stop=steps.close)
+    return WorkerEngine(options, facts, pool, DeviceSteps(steps), on_stop=steps.close)
 
 
-class _DeviceSteps:
-    """The engine's runner."""
+class DeviceSteps:
+    """The engine's runner. A device that failed ends the process: its peers see that at once and take its work over."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, end: Callable[[int], object] = os._exit) -> None:
         self._steps = steps
+        self._end = end
 
     def run(self, plan: StepPlan) -> StepOutput | PendingStep:
-        return self._steps.runner.run(plan)
+        pending = self._or_end(lambda: self._steps.runner.run(plan))
+        return lambda: self._or_end(pending)
+
+    def _or_end(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except DeviceLost as exc:
+            log.critical("%s; the worker ends", exc)
+            self._end(1)
+            raise
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
         for group, block_id in blocks:

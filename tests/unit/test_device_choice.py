@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+import kernels.testing  # noqa: F401 - decides how Triton's kernels are made, before they are imported
+
+# isort: split
 from kernels.dispatch import UnknownKernels, choose, choose_device
 from shared.contracts.errors import SettingsError, Unavailable
+from shared.engine.device_runner import DeviceLost
 from shared.engine.device_sizing import MARGIN_BYTES, pool_budget
+from shared.engine.device_worker import DeviceSteps
+from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerOptions, open_worker_engine
 from shared.kv.device_pool import PoolHandle, read_handle, span_of
 from shared.kv.device_transfer import zero_rest_on_device
@@ -114,3 +120,29 @@ def test_spans_and_tails_lie_where_the_layout_says() -> None:
     rows = span.view(torch.bfloat16).view(2, 2, 2, 8, 4)
     assert bool((rows[..., 5:, :] == 0).all())
     assert not bool((rows[..., :5, :] == 0).any())
+
+
+class Lost:
+    """Steps whose device fails, at the launch or later."""
+
+    def __init__(self, later: bool) -> None:
+        self.runner = self
+        self.later = later
+
+    def run(self, plan: StepPlan) -> Any:
+        if self.later:
+            return self.fail
+        return self.fail()
+
+    def fail(self) -> Any:
+        raise DeviceLost("gone")
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_worker_ends_with_its_device(later: bool, caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[int] = []
+    steps = DeviceSteps(Lost(later), ended.append)  # type: ignore[arg-type]
+    with pytest.raises(DeviceLost):
+        steps.run(StepPlan(1, ()))()  # type: ignore[operator]
+    assert ended == [1]
+    assert "gone; the worker ends" in caplog.text
