@@ -9,7 +9,7 @@
 
 #include <stdlib.h>
 
-enum { FEW_TOKENS = 8 };    /* pieces of at most so many tokens are cut by splits, and share what they read */
+enum { FEW_TOKENS = 8 };    /* so many tokens of a sequence at most are cut by splits, and share what they read */
 enum { LEAST_COMMON = 64 }; /* keys of a split that are worth sharing */
 enum { ITEMS_A_THREAD = 4 }; /* so many at least, where pieces are put together */
 
@@ -28,14 +28,14 @@ static void NAME(count_pieces)(const baton_model *model, const baton_step *step,
     const long most = NAME(piece_tokens)(model);
     *count = *units = 0;
     for (long i = 0; i < step->num_sequences; i++) {
-        const long parts = pieces(step->cu_seqlens[i + 1] - step->cu_seqlens[i], most);
+        const long tokens = step->cu_seqlens[i + 1] - step->cu_seqlens[i], parts = pieces(tokens, most);
         *count += parts;
-        *units += parts + pieces(step->seq_lens[i], SPLIT);
+        *units += tokens <= FEW_TOKENS ? parts * pieces(step->seq_lens[i], SPLIT) : parts;
     }
 }
 
-/* Pieces of every sequence: those of few tokens first, then the others, the last and longest of a sequence first.
- * Returns how many are of few tokens; `partials`: how many partial results these need, in tokens. */
+/* Pieces of every sequence: those of sequences with few tokens first, then the others, the last and longest of a sequence first.
+ * Returns how many are of the first kind; `partials`: how many partial results these need, in tokens. */
 static long NAME(make_pieces)(const baton_model *model, const baton_step *step, const baton_group *group, long count,
                               query_piece *all, long *partials) {
     const long most = NAME(piece_tokens)(model);
@@ -49,7 +49,7 @@ static long NAME(make_pieces)(const baton_model *model, const baton_step *step, 
             piece.table = group->tables + group->table_starts[i];
             piece.seen = (piece.position + 1) / group->block_size;
             piece.splits = pieces(piece.position + piece.tokens, SPLIT);
-            if (piece.tokens <= FEW_TOKENS) {
+            if (tokens <= FEW_TOKENS) {
                 piece.partial = *partials;
                 *partials += piece.splits * piece.tokens;
                 *few++ = piece;

@@ -55,6 +55,14 @@ def test_any_chunking_gives_the_same_bits(level: str, dtype: torch.dtype, thread
         assert torch.equal(cache.attend(first, first + 8, model), whole[first : first + 8])
 
 
+@pytest.mark.parametrize("group", [12, 100])
+def test_many_query_heads_of_one_kv_head(level: str, group: int) -> None:
+    cache = Cache(make_model(team_of(level, 2), torch.bfloat16, (group, 1, 16)), 600)
+    whole = cache.attend(0, 600)
+    torch.testing.assert_close(whole.double(), cache.textbook(), rtol=0, atol=2e-2)
+    assert torch.equal(torch.cat([cache.attend(0, 593), cache.attend(593, 599), cache.attend(599, 600)]), whole)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_neighbours_change_nothing(team: Team, dtype: torch.dtype) -> None:
     model = make_model(team, dtype, (6, 2, 32))
