@@ -122,7 +122,11 @@ def _tile(
         b_v = tl.load(v_ptr + at, mask=m_d[None, :], other=0.0)
     if QUANTIZED:
         b_v = b_v.to(tl.float32)
-    o = tl.dot(p.to(q.dtype), b_v.to(q.dtype), o, input_precision="ieee")
+    if QUANTIZED and q.dtype == tl.float16:
+        # a weight times the scale of small values is below what float16 holds
+        o = tl.dot(p.to(tl.bfloat16), b_v.to(tl.bfloat16), o)
+    else:
+        o = tl.dot(p.to(q.dtype), b_v.to(q.dtype), o, input_precision="ieee")
     return new_m, l, o
 
 

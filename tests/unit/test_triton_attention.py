@@ -34,6 +34,7 @@ class Cache:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
     shared: int = 0  # leading tokens all sequences have in common, and in the same blocks
+    magnitude: float = 1.0  # of keys and values
     seed: int = 0
     tables: list[list[int]] = field(default_factory=list)
 
@@ -52,7 +53,7 @@ class Cache:
         self.kv: list[Tensor] = []  # [2, n, heads, dim] float64, as attention sees them
         ids = random.Random(self.seed).sample(range(num_blocks), num_blocks)
         for i, n in enumerate(self.lens):
-            kv = torch.randn(2, n, heads, dim, generator=generator)
+            kv = torch.randn(2, n, heads, dim, generator=generator) * self.magnitude
             common = min(self.shared, n) // size if i else 0
             table = [*self.tables[0][:common], *(ids.pop() for _ in range(counts[i] - common))] if i else []
             self.tables.append(table or [ids.pop() for _ in range(counts[i])])
@@ -165,8 +166,16 @@ def test_like_the_textbook(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dt
     """A row, several rows, a piece wider than an item, over odd lengths in one batch."""
     cache = Cache([1, 63, 100], head_dim, 4, 1, 32, dtype, kv_dtype)
     pieces = [(0, 0, 1), (1, 58, 63), (2, 65, 100)]
-    assert_close(cache.attend(pieces), cache.textbook(pieces), dtype)
+    # of 8-bit values even float16 rows are weighed in bfloat16
+    assert_close(cache.attend(pieces), cache.textbook(pieces), torch.bfloat16 if kv_dtype else dtype)
     cache.guarded.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_small_values_of_a_quantized_pool_keep_their_precision(dtype: torch.dtype) -> None:
+    cache = Cache([130], dtype=dtype, kv_dtype=torch.int8, magnitude=5e-5)
+    pieces = [(0, 129, 130)]
+    assert_close(cache.attend(pieces, window=4), cache.textbook(pieces, window=4), torch.bfloat16)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (14, 2), (9, 3), (71, 1), (16, 1)])
