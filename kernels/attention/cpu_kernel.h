@@ -60,7 +60,7 @@ typedef struct {
     int joined;
 } NAME(row_tile);
 
-/* ---------------------------------------------------------------------------------------------------- reading a range */
+/* -------------------------------------------------------------------------------------------------- reading a range */
 
 INLINE const element *NAME(run_of)(const NAME(attention) *p, const query_range *range, long at, int values) {
     return NAME(keys_at)(&p->pool, range->table, range->head, range->begin + at) + (values ? p->pool.value_offset : 0);
@@ -134,8 +134,8 @@ INLINE void NAME(weigh_columns)(const int rows, const int columns, const NAME(at
         for (int c = 0; c < columns; c++) store_part(out + r * head_dim + c * LANES, masks[c], sums[r][c]);
 }
 
-INLINE void NAME(weigh_range)(const int rows, const NAME(attention) *p, const NAME(row_tile) *tile, int index, int fresh,
-                              const element *weights, float *out) {
+INLINE void NAME(weigh_range)(const int rows, const NAME(attention) *p, const NAME(row_tile) *tile, int index,
+                              int fresh, const element *weights, float *out) {
     const int columns = columns_for(rows);
     const long all = pieces(p->pool.head_dim, LANES);
     long column = 0;
@@ -154,15 +154,16 @@ INLINE void NAME(weigh_range)(const int rows, const NAME(attention) *p, const NA
 
 #define CASE(n) \
     case n: NAME(score_range)(n <= MOST_ROWS ? n : 1, p, tile, index, q, scores); break;
-static void NAME(score)(const NAME(attention) *p, const NAME(row_tile) *tile, int index, const int32_t *q, float *scores) {
+static void NAME(score)(const NAME(attention) *p, const NAME(row_tile) *tile, int index, const int32_t *q,
+                        float *scores) {
     switch (tile->range[index].rows) { FOR_ROWS(CASE) }
 }
 #undef CASE
 
 #define CASE(n) \
     case n: NAME(weigh_range)(n <= MOST_ROWS ? n : 1, p, tile, index, fresh, weights, out); break;
-static void NAME(weigh)(const NAME(attention) *p, const NAME(row_tile) *tile, int index, int fresh, const element *weights,
-                        float *out) {
+static void NAME(weigh)(const NAME(attention) *p, const NAME(row_tile) *tile, int index, int fresh,
+                        const element *weights, float *out) {
     switch (tile->range[index].rows) { FOR_ROWS(CASE) }
 }
 #undef CASE
@@ -208,13 +209,14 @@ INLINE void NAME(add_rows)(const NAME(attention) *p, NAME(row_tile) *tile, const
     }
     /* what the last row sees, the others see less of */
     tile->range[tile->ranges++] = (query_range){
-        piece->table, tile->head, tile->begin, tile->common, tile->visible[tile->rows + rows - 1], tile->rows, rows, cold,
+        piece->table, tile->head, tile->begin, tile->common, tile->visible[tile->rows + rows - 1], tile->rows, rows,
+        cold,
     };
     tile->rows += rows;
 }
 
-INLINE void NAME(begin_tile)(NAME(row_tile) *tile, const query_piece *piece, long head, long split, long common, int cold,
-                             int joined) {
+INLINE void NAME(begin_tile)(NAME(row_tile) *tile, const query_piece *piece, long head, long split, long common,
+                             int cold, int joined) {
     tile->head = head;
     tile->begin = split * SPLIT;
     tile->common = common;
@@ -286,7 +288,10 @@ static void NAME(end_split)(const NAME(attention) *p, const query_piece *piece, 
             float *states[MOST_ROWS];
             const float *partials[MOST_ROWS];
             const int count = (int)smaller(rows - row, MOST_ROWS);
-            for (int r = 0; r < count; r++) states[r] = state + (row + r) * size, partials[r] = partial + (row + r) * size;
+            for (int r = 0; r < count; r++) {
+                states[r] = state + (row + r) * size;
+                partials[r] = partial + (row + r) * size;
+            }
             NAME(join)(count, states, partials, p->pool.head_dim);
         }
     }

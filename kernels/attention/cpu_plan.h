@@ -34,7 +34,8 @@ static void NAME(count_pieces)(const baton_model *model, const baton_step *step,
     }
 }
 
-/* Pieces of every sequence: those of sequences with few tokens first, then the others, the last and longest of a sequence first.
+/* Pieces of every sequence: those of sequences with few tokens first, then the others, the last and longest of a
+ * sequence first.
  * Returns how many are of the first kind; `partials`: how many partial results these need, in tokens. */
 static long NAME(make_pieces)(const baton_model *model, const baton_step *step, const baton_group *group, long count,
                               query_piece *all, long *partials) {

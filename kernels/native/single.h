@@ -82,7 +82,8 @@ static void NAME(attention_program)(void *argument, baton_team *team, int thread
     NAME(attention) attention = all->attention;
     for (long i = all->first; i < all->last; i++) {
         attention.pool = NAME(layer_tiles)(all->model, &all->step->groups[0], i);
-        team_phase(team, thread, i - all->first, all->plan->num_units * attention.kv_heads, NAME(attention_item), &attention);
+        const long items = all->plan->num_units * attention.kv_heads;
+        team_phase(team, thread, i - all->first, items, NAME(attention_item), &attention);
     }
 }
 
@@ -113,7 +114,8 @@ int NAME(baton_keys_read)(baton_team *team, const baton_model *model, const bato
     *keys = 0;
     for (const query_unit *unit = plans->units; unit < plans->units + plans->num_units; unit++) {
         *keys += unit->common;
-        for (const query_piece *piece = plans->pieces + unit->piece; piece < plans->pieces + unit->piece + unit->count; piece++) {
+        const query_piece *piece = plans->pieces + unit->piece;
+        for (long i = 0; i < unit->count; i++, piece++) {
             const long end = piece->position + piece->tokens;
             *keys += unit->split < 0 ? end : smaller(end - unit->split * SPLIT, SPLIT) - unit->common;
         }
