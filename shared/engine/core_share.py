@@ -117,11 +117,18 @@ def _make_locked(path: Path) -> int:
     for _ in range(_TRIES):
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with suppress(BlockingIOError):
+        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # not ftruncate: on a full tmpfs a write to the mapping would be a signal
+            os.posix_fallocate(fd, 0, _UNTIL.size)
             if os.fstat(fd).st_nlink:
-                os.ftruncate(fd, _UNTIL.size)
                 return fd
+        except BlockingIOError:
+            pass
+        except OSError:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            raise
         os.close(fd)
     raise BlockingIOError(0, "a slot is removed each time it is made")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -207,3 +208,19 @@ def test_a_model_is_told_its_threads_before_each_step(tmp_path: Path, clock: Clo
     clock.now += 1
     fixed = ModelSteps(lambda given: StepOutput(threads(two), ()), lambda group, blocks: None, one)
     assert fixed.run(plan).step == 1
+
+
+def test_a_slot_has_its_memory_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full tmpfs a write to a mapping without it would be a signal."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, begin, size: asked.append(size))
+    with pytest.raises(ValueError, match="empty file"):
+        CoreShare(tmp_path / "cores", WorkerId("one"), 2)
+    assert asked
+
+    def full(fd: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert open_share(tmp_path / "full", WorkerId("one"), 2) is None
+    assert not list((tmp_path / "full").iterdir())
