@@ -214,7 +214,7 @@ def test_a_slot_has_its_memory_before_it_is_written(tmp_path: Path, monkeypatch:
     """On a full tmpfs a write to a mapping without it would be a signal."""
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, begin, size: asked.append(size))
-    with pytest.raises(ValueError, match="empty file"):
+    with pytest.raises(ValueError, match="greater than file size"):
         CoreShare(tmp_path / "cores", WorkerId("one"), 2)
     assert asked
 
