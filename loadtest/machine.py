@@ -84,8 +84,13 @@ class ForeignLoad:
 
 def processor_s(*roots: int) -> float:
     """Processor seconds that these processes and their descendants have used, those that ended included."""
+    return sum(processor_s_each(*roots).values())
+
+
+def processor_s_each(*roots: int) -> dict[int, float]:
+    """As `processor_s`, by process id."""
     parents, used = _processes()
-    return sum(seconds for pid, seconds in used.items() if _descends(pid, parents, set(roots)))
+    return {pid: seconds for pid, seconds in used.items() if _descends(pid, parents, set(roots))}
 
 
 def foreign_cores(seconds: float) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from services.cli.state import StateFolder
 from shared.contracts.errors import Unavailable
 from shared.settings.load import ROOT
 from shared.telemetry import attributes as a
@@ -35,6 +36,12 @@ class OwnStack:
     admin_key: str
     pid: int  # of its supervisor
     start_s: float  # how long it took to be ready
+    folder: Path  # of its state
+
+    def metrics_urls(self) -> dict[str, str]:
+        """Process name to the address of its metrics."""
+        found = {path.stem: read_ready(path) or {} for path in sorted(StateFolder(self.folder).run.glob("*.ready"))}
+        return {name: facts["metrics_url"] for name, facts in found.items() if facts.get("metrics_url")}
 
     def models(self) -> list[str]:
         """Names it serves."""
@@ -86,7 +93,7 @@ def own_stack(settings: Mapping[str, object]) -> Iterator[OwnStack]:
             raise Unavailable(f"the stack did not start: {done.stderr.strip()[-800:]}")
         record = json.loads(done.stdout.splitlines()[-1])
         keys = {name: record[name] for name in ("url", "api_key", "admin_key", "pid")}
-        yield OwnStack(**keys, start_s=time.monotonic() - started)
+        yield OwnStack(**keys, start_s=time.monotonic() - started, folder=folder)
     finally:
         _baton(["down"], env, DOWN_S)
         shutil.rmtree(folder, ignore_errors=True)

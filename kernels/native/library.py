@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +40,10 @@ class Team:
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self.library = library
         self.threads = threads
+        self._called_s = 0.0
+        before = _thread_ids()
         self._handle = library.functions.baton_open(threads)
+        self._helpers = _thread_ids() - before
         if not self._handle:
             raise NativeUnavailable(f"cannot start {threads} compute threads")
         closing = weakref.finalize(self, library.functions.baton_close, self._handle)
@@ -56,11 +60,32 @@ class Team:
             ValueError: the call refused its arguments; nothing was computed.
             MemoryError: there is no memory for it.
         """
-        code = getattr(self.library.functions, f"{name}_{NAMES[dtype]}")(self._handle, *arguments)
+        function, before = getattr(self.library.functions, f"{name}_{NAMES[dtype]}"), time.thread_time()
+        code = function(self._handle, *arguments)
+        self._called_s += time.thread_time() - before
         if code == NO_MEMORY:
             raise MemoryError("no memory for the native kernels")
         if code:
             raise ValueError(FAULTS[code])
+
+    def cpu_s(self) -> float:
+        """Processor seconds of all calls so far: of callers within them, and of the team's own threads."""
+        return self._called_s + sum(map(_thread_cpu_s, self._helpers))
+
+
+def _thread_ids() -> frozenset[str]:
+    """This process's threads as Linux numbers them; elsewhere none."""
+    try:
+        return frozenset(os.listdir("/proc/self/task"))
+    except OSError:
+        return frozenset()
+
+
+def _thread_cpu_s(thread: str) -> float:
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):  # it has ended, or the kernel keeps no such account
+        return 0.0
 
 
 _loaded: dict[Path, NativeLibrary] = {}

@@ -116,6 +116,7 @@ class WorkerEngine:
     pool: OwnPool
     runner: Runner
     share: CoreShare | None = None  # of the cores, closed with the engine
+    kernel_cpu_s: Callable[[], float] | None = None  # processor seconds spent in native kernels so far
     on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
@@ -368,10 +369,11 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     pool = create_pool(options.kv_dir, worker, layout)
     try:
         run = ModelRunner(model, pool).run
-        use_threads = model.use_threads if isinstance(model, NativeDecoder) else None
+        native = model if isinstance(model, NativeDecoder) else None
+        use_threads = native.use_threads if native else None
         share = open_share(options.kv_dir / "cores", worker, options.cores) if options.cores else None
         steps = ModelSteps(run, pool.zero_blocks, share, use_threads)
-        return WorkerEngine(options, facts, pool, steps, share)
+        return WorkerEngine(options, facts, pool, steps, share, native.kernel_cpu_s if native else None)
     except BaseException:
         pool.close()
         raise

@@ -39,6 +39,8 @@ def expose_engine(
     metrics.set(names.POOL_BYTES, layout.total_bytes)
 
     def read() -> None:
+        if core.kernel_cpu_s is not None:
+            metrics.total(names.KERNEL_CPU, core.kernel_cpu_s())
         now = gauges()
         if now is not None:
             metrics.set(names.RUNNING, now.running)

@@ -21,7 +21,7 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
 from shared.model.checkpoint import EMBEDDING, HEAD, expected_shapes
 from shared.model.config import ModelConfig
-from shared.model.pack_cache import PackCache, in_huge_pages, packing_digest
+from shared.model.pack_cache import PackCache, in_huge_pages, new_arena, packing_digest
 from shared.model.quantization import TensorParallel
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
@@ -63,6 +63,7 @@ class NativeDecoder:
     Raises:
         NativeUnavailable: the library cannot run such a model, or the system gives no more threads.
         Unquantizable: a weight has no such integers.
+        SettingsError: the weights do not fit into memory.
     """
 
     def __init__(
@@ -135,6 +136,10 @@ class NativeDecoder:
         """Let steps from now on use so many threads, at most those there are; they give the same bits."""
         self._team.use(threads)
 
+    def kernel_cpu_s(self) -> float:
+        """Processor seconds spent in the library so far, of all its threads."""
+        return self._team.cpu_s()
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights that a step reads which wants all logits."""
@@ -169,7 +174,7 @@ class NativeDecoder:
             found = kept.packs.arena(what, version, plan, lambda arena: self._lay_out(arena, tensors))
             if found is not None:
                 return in_huge_pages(found, own.used)
-        arena = Arena(own.used)
+        arena = new_arena(own.used)
         self._lay_out(arena, tensors, with_head)
         return arena.again()
 

@@ -447,6 +447,14 @@ POOL_BYTES = Metric("baton_kv_pool_bytes", "gauge", "Size of the KV pool.", WORK
 STEP_SECONDS = Metric(
     "baton_step_seconds", "histogram", "Duration of engine steps that succeeded.", WORKERS, MODEL, HOP_BUCKETS, "s"
 )
+KERNEL_CPU = Metric(
+    "baton_kernel_cpu_seconds",
+    "counter",
+    "Processor time of all threads within the native kernels; what else of the process's is Python's.",
+    WORKERS,
+    MODEL,
+    unit="s",
+)
 COMPUTED_TOKENS = Metric(
     "baton_computed_tokens", "counter", "Tokens computed in steps, prompt and output together.", WORKERS, MODEL
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from kernels.native.build import KERNELS
 from kernels.native.compiler import find_compiler
 from kernels.native.library import Team
 from kernels.native.packed import linear, pack_linear, packed_bytes
-from tests.native import ALL_LEVELS, library_at, require_native
+from tests.native import ALL_LEVELS, library_at, require_native, team_of
 
 SOURCES = [str(Path(__file__).with_name("team_test.c")), str(KERNELS / "native" / "threads.c")]
 
@@ -68,3 +69,18 @@ def test_the_threads_in_use_change_no_bit() -> None:
         linear(team, x, packed, TO_FLOATS, found[-1])
     assert all(torch.equal(y, found[0]) for y in found)
     torch.testing.assert_close(found[0], x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_team_tells_the_processor_time_of_all_its_threads() -> None:
+    require_native()
+    team = team_of(ALL_LEVELS[0], 2)
+    weight, x = torch.randn(1024, 512), torch.randn(64, 512)
+    packed = pack_linear(team, Arena(packed_bytes(1024, 512, torch.float32)), [weight], [], torch.float32)
+    y, before, own = torch.empty(64, 1024), team.cpu_s(), time.thread_time()
+    until = time.monotonic() + 10
+    while team.cpu_s() - before < 0.05 and time.monotonic() < until:
+        linear(team, x, packed, TO_FLOATS, y)
+    spent, own = team.cpu_s() - before, time.thread_time() - own
+    assert spent >= 0.05
+    if Path("/proc/self/schedstat").exists():
+        assert spent > 0.5 * own  # in Python, this thread did little but call
