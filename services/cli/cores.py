@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from shared.engine.cores import usable_cores as usable_cores
+from shared.engine.free_memory import free_memory_bytes as free_memory_bytes
 
 MIN_POOL_BYTES = 64 * 1024 * 1024
 MAX_POOL_BYTES = 1024 * 1024 * 1024
@@ -37,19 +37,6 @@ def pool_bytes_per_worker(free_memory: int, free_folder: int, workers: int) -> i
     """
     share = min(free_memory * POOL_SHARE, free_folder * 0.8) / max(1, workers)
     return int(min(MAX_POOL_BYTES, max(MIN_POOL_BYTES, share)))
-
-
-def free_memory_bytes() -> int:
-    """Memory that can still be taken: the kernel's MemAvailable, capped by the control group."""
-    free = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    with suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, max(0, limit - used))
-    return free
 
 
 def free_folder_bytes(folder: Path) -> int:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 CGROUPS = Path("/sys/fs/cgroup")
-_V1_FOLDERS = ("cpu", "cpu,cpuacct", "cpuacct,cpu")
+_V1_CPU = ("cpu,cpuacct", "cpuacct,cpu")
 
 
 def usable_cores(root: Path = CGROUPS) -> int:
@@ -43,20 +43,33 @@ def parse_cpu_max(text: str) -> int | None:
     return max(1, int(quota) // int(period))
 
 
-def _quotas(root: Path, own: str) -> Iterator[str]:
-    """The quotas of all groups on the way, as `cpu.max` has them."""
+def groups_of(root: Path, own: str, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders that may hold a controller's files for a process, its own group first, with the cgroup version.
+
+    Args:
+        root: where control groups are mounted.
+        own: /proc/self/cgroup.
+    """
     for line in own.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
-            for group in _upwards(root, path):
-                with suppress(OSError):
-                    yield (group / "cpu.max").read_text()
-        elif "cpu" in controllers.split(","):
-            for group in (group for name in _V1_FOLDERS for group in _upwards(root / name, path)):
-                with suppress(OSError):
-                    quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-                    yield f"{quota} {period}"
+            yield from ((group, 2) for group in _upwards(root, path))
+        elif controller in controllers.split(","):
+            # mounted under one of its names, or together with others
+            for name in dict.fromkeys((controller, controllers, *(_V1_CPU if controller == "cpu" else ()))):
+                yield from ((group, 1) for group in _upwards(root / name, path))
+
+
+def _quotas(root: Path, own: str) -> Iterator[str]:
+    """The quotas of all groups on the way, as `cpu.max` has them."""
+    for group, version in groups_of(root, own, "cpu"):
+        with suppress(OSError):
+            if version == 2:
+                yield (group / "cpu.max").read_text()
+            else:
+                quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+                yield f"{quota} {period}"
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:

@@ -6,6 +6,7 @@ Keys and values are stored in the pool first and attention reads only the pool. 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +27,7 @@ from kernels.store_kv import StorePlan, plan_store, store_kv
 from shared.contracts.errors import SettingsError
 from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
-from shared.model.checkpoint import EMBEDDING, HEAD
+from shared.model.checkpoint import EMBEDDING, HEAD, expected_shapes
 from shared.model.config import ModelConfig, load_config
 from shared.model.family import LLAMA
 from shared.model.fetch import cache_dir
@@ -35,6 +36,7 @@ from shared.model.pack_cache import PackCache
 from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights, model_digest
+from shared.model.room import require_room
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -98,7 +100,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A loaded model."""
+    """A loaded model. Raises SettingsError if its weights do not fit into memory."""
 
     def __init__(
         self,
@@ -111,6 +113,10 @@ class Decoder:
     ) -> None:
         method = Unquantized(dtype, kernels.linear)
         self.config = config
+        head = EMBEDDING if config.tied_embeddings else HEAD
+        kept = {name: math.prod(shape) for name, shape in expected_shapes(config).items()}
+        own = sum(kept.values()) - kept[EMBEDDING] - kept.get(HEAD, 0) + with_head * kept[head]
+        require_room(own * dtype.itemsize)
         self.dtype = dtype
         self.kernels = kernels
         self.quant = NONE
@@ -124,7 +130,6 @@ class Decoder:
             for i in range(config.num_layers)
         ]
         self._final_norm = _copied(weights["model.norm.weight"], dtype)
-        head = EMBEDDING if config.tied_embeddings else HEAD
         self._head = Linear(method, [weights[head]], tp) if with_head else None
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
 
@@ -209,7 +214,8 @@ def load_decoder(
         quick_head: of native kernels: see `NativeDecoder`.
 
     Raises:
-        SettingsError: the folder, the dtype or the choice cannot be used, or the quantization not with them.
+        SettingsError: the folder, the dtype or the choice cannot be used, or the quantization not with them; or the
+            weights do not fit into memory.
     """
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")

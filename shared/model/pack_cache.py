@@ -24,13 +24,14 @@ from pathlib import Path
 
 from kernels.native.arena import Arena
 from kernels.native.build import KERNELS, source_digest
+from shared.engine.free_memory import free_memory_bytes
 from shared.model.pack_file import TEMP_PREFIX, Damaged, in_use, open_pack, write_pack
+from shared.model.room import require_room, too_large
 
 log = logging.getLogger(__name__)
 
 PACKERS = (
     *(KERNELS / name for name in ("native/abi.py", "native/arena.py", "native/packed.py", "linear/quantize.py")),
-    KERNELS / "linear" / "quantize.py",
     *(Path(__file__).with_name(name) for name in ("native_decoder.py", "pack_file.py")),
 )
 """Python that decides what a pack holds; the C sources count too."""
@@ -75,6 +76,9 @@ class PackCache:
 
         Returns:
             A filled arena; or None where none can be kept, or these are not worth it: nothing was packed then.
+
+        Raises:
+            SettingsError: the weights do not fit into memory.
         """
         if plan.used < self.least_bytes:
             return None
@@ -94,7 +98,7 @@ class PackCache:
             for left in self.folder.glob(f"{TEMP_PREFIX}*"):  # of a packer that was killed: we hold the lock
                 left.unlink(missing_ok=True)
             log.info("packing weights, once: %d MB, to be kept in %s", plan.used // 10**6, self.folder)
-            arena = Arena(plan.used)
+            arena = new_arena(plan.used)
             fill(arena)
             try:
                 self._write(path, what, arena)
@@ -149,6 +153,15 @@ class PackCache:
         log.warning("cannot keep packed weights in %s: %s; this worker packs its own in memory", self.folder, said)
 
 
+def new_arena(size: int) -> Arena:
+    """An arena to pack weights in. Raises SettingsError where they do not fit into memory."""
+    require_room(size)
+    try:
+        return Arena(size)
+    except OSError as exc:  # the system counts otherwise than we do
+        raise too_large(size, free_memory_bytes()) from exc
+
+
 def in_huge_pages(arena: Arena, size: int) -> Arena:
     """The first `size` bytes of a filled arena, in huge pages where it can be.
 
@@ -157,21 +170,17 @@ def in_huge_pages(arena: Arena, size: int) -> Arena:
     """
     if arena.is_huge(size):
         return arena
-    if size > FREE_SHARE * _free_bytes():
+    if size > FREE_SHARE * free_memory_bytes():
         log.warning("packed weights lie in small pages, and there is too little memory for a copy in huge ones")
         return arena
-    copy = arena.copied(size)
+    try:
+        copy = arena.copied(size)
+    except OSError:  # the system gives no more than there is
+        return arena
     if not copy.is_huge(size):  # the machine has none
         return arena
     log.info("packed weights are copied into huge pages, which the file system of their folder does not have")
     return copy
-
-
-def _free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _open(path: Path, what: Mapping[str, str], plan: Arena, tell: bool) -> Arena | None:

@@ -18,12 +18,13 @@ import torch
 
 from kernels.dispatch import choose
 from kernels.native.arena import Arena, _huge_share
-from shared.model import pack_cache, pack_file
+from shared.contracts.errors import SettingsError
+from shared.model import pack_cache, pack_file, room
 from shared.model.config import load_config
-from shared.model.decoder import DTYPES
+from shared.model.decoder import DTYPES, load_decoder
 from shared.model.fetch import cache_dir
 from shared.model.native_decoder import Kept, NativeDecoder
-from shared.model.pack_cache import PackCache, in_huge_pages
+from shared.model.pack_cache import PackCache, in_huge_pages, new_arena
 from shared.model.pack_file import Damaged, open_pack, write_pack
 from shared.model.quantization import TensorParallel
 from shared.model.weights import Weights, model_digest
@@ -331,11 +332,43 @@ def test_weights_in_small_pages_are_copied_where_there_is_memory(
     assert copy is not mapped
     assert values(copy) == [1, 2]
     assert not caplog.records
-    monkeypatch.setattr(pack_cache, "_free_bytes", lambda: size)
+    monkeypatch.setattr(pack_cache, "free_memory_bytes", lambda: size)
     assert in_huge_pages(mapped, size) is mapped
     assert "too little memory" in caplog.text
     monkeypatch.setattr(Arena, "is_huge", lambda arena, size: True)
     assert in_huge_pages(mapped, size) is mapped
+
+
+@pytest.mark.parametrize("free", [0, 100_000])
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    require_native()
+    folder = make_tiny_model(tmp_path / "tiny")
+    monkeypatch.setattr(room, "free_memory_bytes", lambda: free)
+    for load_it in (
+        lambda: load(folder, "float32", None),
+        lambda: load(folder, "float32", tmp_path),
+        lambda: load_decoder(folder, "float32", "torch"),
+    ):
+        with pytest.raises(SettingsError, match=r"weights take 0\.\d\d GiB of memory, of which 0\.00 GiB") as error:
+            load_it()
+        assert error.value.param == "model.path"
+
+
+def test_the_system_may_refuse_memory_that_seems_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = packs(tmp_path).arena(WHAT, "v1", planned(), lay_out)
+    assert mapped is not None
+    monkeypatch.setattr(room, "free_memory_bytes", lambda: 1 << 62)
+    with pytest.raises(SettingsError, match="weights take"):
+        new_arena(1 << 60)
+
+    def refuse(arena: Arena, size: int) -> Arena:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(Arena, "is_huge", lambda arena, size: False)
+    monkeypatch.setattr(Arena, "copied", refuse)
+    assert in_huge_pages(mapped, planned().used) is mapped
 
 
 def test_pages_of_memory_are_told_apart() -> None:
