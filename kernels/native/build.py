@@ -7,12 +7,16 @@
 A library of other sources that nobody has loaded for 30 days goes when a new one is built.
 
 A library is tried in a process of its own before it is kept, so that a bad one costs a line and never a signal.
+
+Libraries that came with the installation, as in an image (kernels/native/ship.py), lie in the folder that
+BATON_NATIVE_LIBRARIES names, under the same names: they are looked at first, and need no compiler.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -20,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +38,12 @@ from kernels.native.compiler import (
     find_compiler,
     missing_compiler,
 )
-from kernels.native.cpu import NEEDED, Level, machine_level
+from kernels.native.cpu import NEEDED, Level, machine_levels
 
+log = logging.getLogger(__name__)
+
+SHIPPED = "BATON_NATIVE_LIBRARIES"
+"""The folder of libraries that came with the installation; root's or the user's own."""
 KERNELS = Path(__file__).resolve().parents[1]
 UNITS = ("bfloat16.c", "float32.c", "threads.c", "check.c", "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread")
@@ -68,18 +76,55 @@ def source_digest() -> str:
 
 
 def library_for_machine(folder: Path, env: Mapping[str, str]) -> Built:
-    """The library for the best level of this machine that the environment allows, built if need be.
+    """The best library that came with the installation and runs here; or else the one for the best level, built if
+    need be. No level is above what the environment allows.
 
     Raises:
         NativeUnavailable: as `ensure_library`, and where the machine has no level.
     """
     try:
-        level = machine_level(env)
+        levels = machine_levels(env)
     except ValueError as exc:
         raise NativeUnavailable(str(exc)) from exc
-    if level is None:
+    if not levels:
         raise NativeUnavailable(NEEDED)
-    return ensure_library(folder, level, env)
+    shipped = Path(env[SHIPPED]) if env.get(SHIPPED) else None
+    found = find_shipped(shipped, levels) if shipped else None
+    return found or ensure_library(folder, levels[0], env)
+
+
+def find_shipped(folder: Path, levels: Sequence[Level]) -> Built | None:
+    """A library of these sources in `folder` for the first of `levels` that has one which passes its trial.
+
+    One that is there and cannot be used costs a line.
+    """
+    digest, looked = source_digest(), False
+    for level in levels:
+        for path in sorted(folder.glob(f"{digest}-{level.name}-*.so")):
+            looked = True
+            try:
+                _check_shipped(path)
+            except NativeUnavailable as exc:
+                log.warning("%s is not used: %s", path, exc)
+            else:
+                return Built(path, level.name, path.stem)
+    if not looked:
+        names = ", ".join(level.name for level in levels)
+        log.warning("%s=%s: there is no library of these sources for %s", SHIPPED, folder, names)
+    return None
+
+
+def _check_shipped(path: Path) -> None:
+    for one in (path.parent, path):
+        try:
+            status = one.stat()
+        except OSError as exc:
+            raise NativeUnavailable(f"{one}: {exc.strerror}") from exc
+        if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise NativeUnavailable(f"{one} is others' or can be written by them")
+    if not _is_whole(path):
+        raise NativeUnavailable("it is not what was compiled, by its digest")
+    _try(path)
 
 
 def ensure_library(folder: Path, level: Level, env: Mapping[str, str]) -> Built:
@@ -100,7 +145,7 @@ def ensure_library(folder: Path, level: Level, env: Mapping[str, str]) -> Built:
             path = folder / f"{prefix}{compiler.id}.so"
             if not _is_whole(path):
                 try:
-                    _build(path, level, compiler)
+                    build_library(path, level, compiler)
                 except OSError as exc:
                     raise NativeUnavailable(f"cannot keep the native kernels in {folder}: {exc.strerror}") from exc
                 _prune(folder, digest, time.time())
@@ -123,13 +168,23 @@ def compile_library(target: Path, level: Level, compiler: Compiler) -> None:
         raise NativeUnavailable(f"{compiler.name} cannot build the native kernels: {fault}")
 
 
-def _build(path: Path, level: Level, compiler: Compiler) -> None:
+def build_library(path: Path, level: Level, compiler: Compiler, tried: bool = True) -> None:
+    """Compile `path` and its digest, in place of what is there.
+
+    Args:
+        tried: it must pass its trial; False for a level that this machine cannot run.
+
+    Raises:
+        NativeUnavailable: it cannot be compiled, or fails the trial.
+        OSError: it cannot be kept.
+    """
     for old in (path, _sum_of(path)):
         old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as name:
         made = Path(name) / path.name
         compile_library(made, level, compiler)
-        _try(made)
+        if tried:
+            _try(made)
         _sum_of(made).write_text(_digest(made))
         _sum_of(made).rename(_sum_of(path))
         made.rename(path)

@@ -1,4 +1,4 @@
-"""Which instruction sets the C kernels may use on this machine. Pure but for `machine_level`."""
+"""Which instruction sets the C kernels may use on this machine. Pure but for `machine_level(s)`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ LEVELS = (
 
 
 def best_level(cpu_flags: frozenset[str], forced: str = "", machine: str = "x86_64") -> Level | None:
-    """The best level a processor with these flags has, at most `forced`; None if it has none.
+    """The first of `levels_of`; None if there is none. Raises ValueError as that does."""
+    return next(iter(levels_of(cpu_flags, forced, machine)), None)
+
+
+def levels_of(cpu_flags: frozenset[str], forced: str = "", machine: str = "x86_64") -> tuple[Level, ...]:
+    """The levels a processor with these flags has, at most `forced`, best first.
 
     Raises:
         ValueError: `forced` is neither empty, "none" nor the name of a level of the machine.
@@ -48,11 +53,11 @@ def best_level(cpu_flags: frozenset[str], forced: str = "", machine: str = "x86_
     levels = [level for level in LEVELS if level.machine == machine]
     names = [level.name for level in levels]
     if forced == "none":
-        return None
+        return ()
     if forced and forced not in names:
         raise ValueError(f"{VARIABLE}={forced}: known are {', '.join(('none', *names))}")
     allowed = levels[names.index(forced) if forced else 0 :]
-    return next((level for level in allowed if level.needs <= cpu_flags), None)
+    return tuple(level for level in allowed if level.needs <= cpu_flags)
 
 
 def parse_flags(cpuinfo: str) -> frozenset[str]:
@@ -63,9 +68,14 @@ def parse_flags(cpuinfo: str) -> frozenset[str]:
 
 
 def machine_level(env: Mapping[str, str]) -> Level | None:
-    """The level of this machine, or the lower one the environment asks for."""
+    """The level of this machine, or the lower one the environment asks for. Raises ValueError as `levels_of`."""
+    return next(iter(machine_levels(env)), None)
+
+
+def machine_levels(env: Mapping[str, str]) -> tuple[Level, ...]:
+    """That level and those below it. Raises ValueError as `levels_of`."""
     try:
         flags = parse_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     except OSError:
-        return None
-    return best_level(flags, env.get(VARIABLE, ""), platform.machine())
+        return ()
+    return levels_of(flags, env.get(VARIABLE, ""), platform.machine())

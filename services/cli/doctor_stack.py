@@ -10,15 +10,18 @@ from pathlib import Path
 
 import httpx
 
-from kernels.native.build import source_digest
+from kernels.native.build import SHIPPED, find_shipped, source_digest
 from kernels.native.compiler import ZIG_SIZE, find_compiler, missing_compiler
-from kernels.native.cpu import NEEDED, VARIABLE, machine_level
+from kernels.native.cpu import NEEDED, VARIABLE, machine_level, machine_levels
 from services.cli import config, servers
+from services.cli.cores import has_gpu
 from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
 from shared.contracts.errors import SettingsError
+from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
+from shared.model.quality_gate import AUTO, Configuration, open_gate
 from shared.settings.load import read_settings, settings_file
 from shared.settings.models import served_models
 from shared.settings.sections import ModelEntry, Settings
@@ -47,7 +50,9 @@ def examine_stack(env: Mapping[str, str], chosen: str | None) -> Iterator[Findin
     yield server("nats-server", settings.bus.nats_url, "NATS_URL", servers.nats_binary)
     yield server("redis", settings.store.redis_url, "REDIS_URL", servers.valkey_binary)
     yield kernels(settings, env)
-    yield from (model(entry, settings.workers.fake, env) for entry in served_models(settings))
+    for entry in served_models(settings):
+        yield model(entry, settings.workers.fake, env)
+        yield quality(entry, settings, env)
     stack = running_stack(env)
     yield state(state_path(env))
     yield port(settings, stack)
@@ -60,19 +65,24 @@ def kernels(settings: Settings, env: Mapping[str, str]) -> Finding:
     """Whether the native kernels can be had, which are several times as fast as torch's."""
     if settings.workers.fake or settings.engine.kernels not in ("auto", "native"):
         return Finding("kernels", SKIP, "fake workers" if settings.workers.fake else settings.engine.kernels)
+    needed = any(entry.quant != "none" for entry in served_models(settings))
+    bad = FAIL if needed else WARN
+    instead = "quant needs them: set it to none" if needed else "none needed: torch computes instead, more slowly"
     try:
         level = machine_level(env)
     except ValueError as exc:
-        return Finding("kernels", WARN, str(exc), f"unset {VARIABLE}; torch computes meanwhile, more slowly")
+        return Finding("kernels", bad, str(exc), f"unset {VARIABLE}")
     if level is None:
-        return Finding("kernels", WARN, NEEDED, "none needed: torch computes instead, more slowly")
+        return Finding("kernels", bad, NEEDED, instead)
+    if env.get(SHIPPED) and (found := find_shipped(Path(env[SHIPPED]), machine_levels(env))):
+        return Finding("kernels", OK, f"native, {found.level}, shipped in {found.path.parent}")
     kept = cache_dir(env) / "kernels"
     if compiler := find_compiler(env, kept):
         return Finding("kernels", OK, f"native, {level.name}, by {compiler.version}")
     if any(kept.glob(f"{source_digest()}-{level.name}-*.so")):
         return Finding("kernels", OK, f"native, {level.name}, kept in {kept}")
     if env.get("CC"):
-        return Finding("kernels", WARN, missing_compiler(env), "unset CC, or name one that is there")
+        return Finding("kernels", bad, missing_compiler(env), "unset CC, or name one that is there")
     return Finding("kernels", WARN, "no C compiler", f"none needed: ./baton up fetches zig ({ZIG_SIZE})")
 
 
@@ -103,6 +113,29 @@ def model(entry: ModelEntry, fake: bool, env: Mapping[str, str]) -> Finding:
     if is_complete(folder):
         return Finding("model", OK, f"the default, {folder}")
     return Finding("model", WARN, "the default model is not fetched yet (92 MB)", "none needed: ./baton up fetches it")
+
+
+def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Finding:
+    """Which number format would compute a model, and what is known of its quality."""
+    folder = Path(entry.path).expanduser() if entry.path else default_model_dir(cache_dir(env))
+    if settings.workers.fake:
+        return Finding("quality", SKIP, "fake workers")
+    try:
+        digest, gate = model_digest(folder), open_gate(cache_dir(env))
+    except SettingsError:
+        return Finding("quality", SKIP, f"looked at once the model {entry.name} is there")
+    native = kernels(settings, env).verdict == OK or entry.quant != "none"
+    family = "triton" if settings.engine.device != "cpu" and has_gpu() else "native" if native else "torch"
+    dtype = gate.default_dtype(digest, family) if entry.dtype == AUTO else entry.dtype
+    configuration = Configuration(family, dtype, entry.quant or "none")
+    line = gate.describe(digest, configuration)
+    if gate.allows(digest, configuration):
+        return Finding("quality", OK, line)
+    unmeasured = gate.record(digest, configuration) is None and family != "triton"  # no measure there yet
+    flags = f"--kernels {family} --dtype {dtype} --quant {configuration.quant}"
+    where = f"--model {folder} " if entry.path else ""
+    measure = f"./baton bench quality {where}{flags} measures it" if unmeasured else ""
+    return Finding("quality", WARN, line, measure or "leave dtype at auto and quant at none for what passed")
 
 
 def state(path: Path) -> Finding:

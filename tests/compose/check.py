@@ -30,8 +30,8 @@ USUAL = ("nats", "redis", "policy", "prefix_cache_index", "scheduler", "gateway"
 STREAM_TOKENS = 32
 BATCH_LINES = 12
 PROMPT_TOKENS, HANDOFF_TRIES = 600, 3
-KV_BYTES_PER_TOKEN = 40_000
-"""Less than one token's KV of the default model takes."""
+KV_BYTES_PER_TOKEN = 20_000
+"""Less than one token's KV of the default model takes, in bfloat16 too."""
 
 
 def starts(project: Project) -> str:
@@ -195,6 +195,42 @@ def scales(project: Project) -> str:
     return f"8 requests at once: {' and '.join(str(served.count(worker)) for worker in sorted(workers))}"
 
 
+MAPPED_PROGRAM = """
+import json
+from pathlib import Path
+found = set()
+for maps in Path("/proc").glob("[0-9]*/maps"):
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        continue
+    found |= {tuple(line.split()[3:6]) for line in lines if line.endswith(".pack")}
+print(json.dumps(sorted(found)))
+"""
+
+
+def computes(project: Project) -> str:
+    """Workers compute by the image's native kernels; weights are packed once, by one of them, and mapped by all.
+
+    Where the volume's file system has no huge pages, workers may take a copy each of what one has packed.
+    """
+    workers = project.get("/baton/cluster")["workers"]
+    numerics = {worker["numerics"] for worker in workers}
+    assert len(numerics) == 1, numerics
+    assert "-native-" in next(iter(numerics)), numerics
+    logs = project.logs("prefill", "decode").splitlines()
+    assert not any("torch computes instead" in line or "own in memory" in line for line in logs), logs
+    packed = [line for line in logs if "packing weights, once" in line]
+    assert len(packed) == 1, packed
+    told = f"{len(workers)} workers of {next(iter(numerics))}, weights packed once"
+    if copied := [line for line in logs if "copied into huge pages" in line]:
+        return f"{told}, copied into huge pages by {len(copied)}"
+    mapped = [json.loads(project.python(worker, MAPPED_PROGRAM)) for worker in ("prefill", "decode")]
+    assert mapped[0] == mapped[1], mapped
+    assert len(mapped[0]) == 1, mapped
+    return f"{told}, one file mapped by both"
+
+
 def decode_workers(project: Project) -> set[str]:
     return {worker["id"] for worker in project.get("/baton/cluster")["workers"] if worker["role"] == "decode"}
 
@@ -263,7 +299,7 @@ def observes(project: Project, observers: list[str]) -> str:
     return "\n           ".join(found)
 
 
-STEPS: tuple[Callable[[Project], str], ...] = (starts, streams, hands_off, batches, queues, scales, restarts)
+STEPS: tuple[Callable[[Project], str], ...] = (starts, computes, streams, hands_off, batches, queues, scales, restarts)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -80,8 +80,8 @@ class Project:
         """What a Python program prints that runs in a service's container, with that service's rights."""
         return self.compose("exec", "--no-TTY", service, PYTHON, "-P", "-c", program, stdin=stdin)
 
-    def logs(self) -> str:
-        return self.compose("--profile", "*", "logs", "--no-color", "--timestamps")
+    def logs(self, *services: str) -> str:
+        return self.compose("--profile", "*", "logs", "--no-color", "--timestamps", *services)
 
     # ---------------------------------------------------------------------------------------- what is there
 

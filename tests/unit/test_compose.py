@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from kernels.native.build import SHIPPED
 from services.cli.compose_model import ensure_model
 from services.cli.compose_setup import is_somebodys, nats_key, redis_config, set_up, shares
 from services.cli.credentials import ensure_credentials
 from services.cli.topology import SECRET_FILES
 from shared.contracts.errors import InvalidInput, SettingsError
 from shared.contracts.subjects import SERVICES
-from shared.model.fetch import default_model_dir
+from shared.model.fetch import cache_dir, default_model_dir
 from shared.settings.load import load_settings
 from tests.compose.file import resolved
 
@@ -62,6 +63,39 @@ def test_workers_share_one_tmpfs_of_stated_size() -> None:
     for worker in ("prefill", "decode"):
         assert "kv:/kv" in container(worker)["volumes"]
         assert container(worker)["environment"]["BATON_KV_DIR"] == "/kv"
+
+
+def test_workers_keep_what_they_pack_in_one_volume() -> None:
+    services = resolved("--profile", "gpu")["services"]
+    for name in ("prefill", "decode", "prefill-gpu", "decode-gpu"):
+        caches = [volume for volume in services[name]["volumes"] if volume["source"] == "cache"]
+        assert [(volume["target"], volume.get("read_only", False)) for volume in caches] == [("/cache", False)], name
+        assert cache_dir(services[name]["environment"]) == Path("/cache")
+        assert services[name]["environment"]["TRITON_CACHE_DIR"].startswith("/cache/")
+        assert services[name]["read_only"] is True
+    # nobody else may write it, and `setup` gives it to the services' user
+    users = {name for name, spec in services.items() for volume in spec["volumes"] if volume["source"] == "cache"}
+    assert users == {"setup", "prefill", "decode", "prefill-gpu", "decode-gpu"}
+    setup = services["setup"]
+    given = next(volume["target"] for volume in setup["volumes"] if volume["source"] == "cache")
+    assert given in setup["environment"]["BATON_DATA_VOLUMES"].split(":")
+
+
+def test_the_image_looks_for_native_kernels_where_they_are_shipped() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    folder = next(line for line in lines if "kernels.native.ship" in line).split()[-1]
+    assert f"COPY --from=kernels {folder} {folder}" in lines
+    told = dict(word.split("=") for line in lines if line.startswith("ENV ") for word in line.split()[1:])
+    assert told[SHIPPED] == folder
+
+
+def test_the_dtype_is_that_of_the_settings_unless_it_is_named() -> None:
+    def told(**variables: str) -> set[str | None]:
+        services = resolved(**variables)["services"]
+        return {services[name]["environment"].get("BATON_MODEL_DTYPE") for name in ("prefill", "decode", "gateway")}
+
+    assert told() == {None}
+    assert told(BATON_MODEL_DTYPE="bfloat16") == {"bfloat16"}
 
 
 def test_only_the_gateway_is_published_and_only_on_loopback() -> None:
@@ -135,7 +169,8 @@ def test_gpu_workers_take_the_place_of_the_others() -> None:
 def test_what_containers_are_told_are_settings_there_are() -> None:
     for name, spec in resolved(BATON_TELEMETRY_OTLP_ENDPOINT="http://jaeger:4318")["services"].items():
         if name not in ("setup", "model", "nats", "redis"):
-            load_settings(env=spec["environment"], file=ROOT / "baton.toml")
+            told = {key: value for key, value in spec["environment"].items() if value is not None}
+            load_settings(env=told, file=ROOT / "baton.toml")
 
 
 def test_another_image_is_named_in_one_place() -> None:
