@@ -15,7 +15,7 @@ from typing import Any
 from services.cli.words import sentence
 from shared.contracts.errors import SettingsError
 from shared.settings.load import DEFAULT, LoadedSettings, read_settings, settings_file
-from shared.settings.models import served_models
+from shared.settings.models import quant_conflict, served_models
 from shared.settings.sections import Settings
 
 EXIT_WRONG = 2
@@ -93,6 +93,9 @@ def problems(loaded: LoadedSettings, faulty: Collection[str] = ()) -> Iterator[s
     for number, model in enumerate(served_models(settings)):
         if model.path and not Path(model.path).expanduser().is_dir():
             yield told(f"models.{number}.path" if settings.models else "model.path", ": no such folder")
+        if conflict := quant_conflict(settings, model):
+            own = bool(settings.models) and settings.models[number].quant is not None
+            yield told(f"models.{number}.quant" if own else "engine.quant", f" {conflict}")
     if settings.policy.tenants:
         path = Path(settings.policy.tenants).expanduser()
         if not path.is_file():

@@ -8,8 +8,9 @@ from pathlib import Path
 from kernels.native.build import Built, library_for_machine
 from kernels.native.compiler import ZIG, ZIG_SIZE, NativeUnavailable, NoCompiler, fetch_zig
 from services.cli.cores import has_gpu
+from shared.contracts.errors import SettingsError
 from shared.model.fetch import cache_dir
-from shared.settings.models import served_models
+from shared.settings.models import quant_conflict, served_models
 from shared.settings.sections import Settings
 
 
@@ -24,15 +25,23 @@ def prepare_kernels(
     Args:
         say: told what takes long.
         fetch: called where the machine has no C compiler; puts one into the folder.
+
+    Raises:
+        SettingsError: weights are to be integers, which nothing else multiplies, and the library cannot be had.
     """
-    engine = settings.engine
-    quantized = any(model.quant != "none" for model in served_models(settings))
-    wanted = engine.kernels in ("auto", "native") or quantized
-    if settings.workers.fake or not wanted or (engine.device != "cpu" and has_gpu()):
+    engine, models = settings.engine, served_models(settings)
+    for model in models:
+        if conflict := quant_conflict(settings, model):
+            raise SettingsError(f"quant {model.quant!r} of {model.name} {conflict}", param="engine.quant")
+    quants = [model.quant for model in models if model.quant != "none"]
+    on_gpu = engine.device != "cpu" and has_gpu() and not quants  # integers are the processor's
+    if settings.workers.fake or engine.kernels not in ("auto", "native") or on_gpu:
         return ""
     try:
         built = _built(cache_dir(env) / "kernels", env, say, fetch)
     except NativeUnavailable as exc:
+        if quants:
+            raise SettingsError(f"quant {quants[0]!r} needs the native kernels: {exc}", param="engine.quant") from exc
         return f"{exc}; torch computes instead, more slowly"
     return f"native kernels for {built.level}"
 

@@ -56,6 +56,16 @@ def for_model(settings: Settings, entry: ModelEntry) -> Settings:
     return settings.model_copy(update={"models": (), "model": model, "workers": workers, "kv": kv, "engine": engine})
 
 
+def quant_conflict(settings: Settings, model: ModelEntry) -> str:
+    """Why the weights of one of `served_models` cannot be integers with these settings; "" for no reason."""
+    engine = settings.engine
+    if model.quant in (None, "none") or settings.workers.fake:
+        return ""
+    if engine.kernels not in ("auto", "native"):
+        return f"needs the native kernels, not engine.kernels = {engine.kernels!r}"
+    return "does not run on a GPU, which engine.device = 'cuda' asks for" if engine.device == "cuda" else ""
+
+
 def only_model(settings: Settings) -> ModelEntry:
     """The model of a process that serves one pool. Raises SettingsError when there are several."""
     entries = served_models(settings)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from kernels.dispatch import KernelChoice
 from kernels.linear.quantize import NONE, QUANTS
-from kernels.native.cpu import VARIABLE
+from kernels.native.cpu import NEEDED, VARIABLE
+from services.cli import doctor_stack
+from services.cli.config import problems
+from services.cli.doctor import FAIL, WARN
+from services.cli.native_kernels import prepare_kernels
 from services.cli.options import up_flags, up_parser
 from shared.contracts.errors import SettingsError
 from shared.engine.numerics import numerics_id
 from shared.engine.worker_settings import worker_options
 from shared.model.decoder import load_decoder
-from shared.settings.load import load_settings
+from shared.settings.load import LoadedSettings, load_settings
 from shared.settings.models import for_model, served_models
-from shared.settings.sections import Quantization
+from shared.settings.sections import EngineSettings, ModelEntry, Quantization, Settings, WorkersSettings
 from tests.native import require_native
 from tests.tiny_models import make_tiny_model
 
@@ -96,3 +100,37 @@ def test_the_numerics_id_tells_them_apart() -> None:
     ids = {numerics_id("float32", choice, quant) for quant in QUANTS.values()}
     assert len(ids) == len(QUANTS)
     assert numerics_id("float32", choice, NONE) == numerics_id("float32", choice)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"kernels": "torch"}, "needs the native kernels, not engine.kernels = 'torch'"),
+        ({"device": "cuda"}, "does not run on a GPU, which engine.device = 'cuda' asks for"),
+        ({"kernels": "native"}, ""),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_settings_that_contradict_are_told_before_a_start(engine: dict[str, str], words: str, own: bool) -> None:
+    quant: dict[str, Any] = {} if own else {"quant": "int8"}
+    model = ModelEntry(name="a", quant="int8" if own else None)
+    settings = Settings(engine=EngineSettings(**engine, **quant), models=(ModelEntry(name="b", quant="none"), model))
+    name = "models.1.quant" if own else "engine.quant"
+    assert list(problems(LoadedSettings(settings, {}))) == ([f"{name} = 'int8' {words}"] if words else [])
+    if words:
+        with pytest.raises(SettingsError, match=f"^quant 'int8' of a {words}$"):
+            prepare_kernels(settings, {})
+    fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
+    assert prepare_kernels(fake, {}) == ""
+    assert not list(problems(LoadedSettings(fake, {})))
+
+
+def test_a_stack_whose_integers_nothing_multiplies_does_not_start(tmp_path: Path) -> None:
+    env = {"BATON_CACHE": str(tmp_path), VARIABLE: "none"}
+    settings = Settings(engine=EngineSettings(quant="int4"))
+    with pytest.raises(SettingsError, match=f"^quant 'int4' needs the native kernels: {NEEDED}$"):
+        prepare_kernels(settings, env)
+    found = doctor_stack.kernels(settings, env)
+    assert (found.verdict, found.detail) == (FAIL, NEEDED)
+    assert "none" in found.fix
+    assert doctor_stack.kernels(Settings(), env).verdict == WARN
