@@ -6,7 +6,7 @@ import argparse
 from typing import Any, get_args
 
 from shared.contracts.errors import SettingsError
-from shared.settings.sections import Quantization
+from shared.settings.sections import Dtype, Quantization
 
 
 def up_parser() -> argparse.ArgumentParser:
@@ -14,7 +14,7 @@ def up_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton up", description="Start a stack and keep it running.")
     parser.add_argument("--model", metavar="DIR", help="folder of a Llama-architecture checkpoint (safetensors)")
     parser.add_argument("--name", metavar="NAME", help="name clients ask for")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="weights and KV")
+    parser.add_argument("--dtype", choices=get_args(Dtype), help="weights and KV (default auto)")
     parser.add_argument("--quant", choices=get_args(Quantization), help="weights of layers as integers (default none)")
     parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default 8080; 0 takes a free one)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
@@ -43,13 +44,25 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def ready_screen(settings: Settings, record: StackRecord, logs: Path, elapsed_s: float, token_s: float) -> str:
-    """The screen of a ready stack."""
+def ready_screen(
+    settings: Settings,
+    record: StackRecord,
+    logs: Path,
+    elapsed_s: float,
+    token_s: float,
+    computes: Mapping[str, str] | None = None,
+) -> str:
+    """The screen of a ready stack.
+
+    Args:
+        computes: pool to what its workers say they compute; settings are shown of one that is not there.
+    """
     url, api_key = record.url, record.api_key
     models = served_models(settings)
     body = json.dumps({"model": models[0].name, "messages": [{"role": "user", "content": "Hello"}]})
-    kinds = [m.dtype if m.quant == "none" else f"{m.quant} over {m.dtype}" for m in models]
-    rows = [f"{m.name}, {k}, {m.prefill} prefill + {m.decode} decode" for m, k in zip(models, kinds, strict=True)]
+    asked = [m.dtype if m.quant == "none" else f"{m.quant} over {m.dtype}" for m in models]
+    kinds = [(computes or {}).get(m.pool) or kind for m, kind in zip(models, asked, strict=True)]
+    rows = [f"{m.name}, {m.prefill} prefill + {m.decode} decode, {k}" for m, k in zip(models, kinds, strict=True)]
     if settings.workers.fake:
         rows = [f"FAKE WORKERS: tokens are made up; {m.name}, {m.prefill} prefill + {m.decode} decode" for m in models]
     what = "\n  ".join(rows)

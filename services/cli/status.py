@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     cluster = _cluster(stack)
     shown = {name: value for name, value in asdict(stack).items() if not name.endswith("_key")} | (cluster or {})
-    shown["metrics"] = metrics_urls(StateFolder(state_path(os.environ)).run)
+    run = StateFolder(state_path(os.environ)).run
+    shown |= {"metrics": told(run, "metrics_url"), "computes": told(run, "computes")}
     print(json.dumps(shown) if options.json else "\n".join(lines(shown)))
     if cluster is None:
         print(f"baton status: the gateway at {stack.url} does not answer", file=sys.stderr)
@@ -39,10 +40,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def metrics_urls(run: Path) -> dict[str, str]:
-    """Process name to the address of its metrics, as the ready files of the stack tell now."""
+def told(run: Path, fact: str) -> dict[str, str]:
+    """Process name to one fact of its ready file, of those that told it."""
     found = {path.stem: read_ready(path) or {} for path in sorted(run.glob("*.ready"))}
-    return {name: facts["metrics_url"] for name, facts in found.items() if facts.get("metrics_url")}
+    return {name: facts[fact] for name, facts in found.items() if facts.get(fact)}
 
 
 def _cluster(stack: StackRecord) -> dict[str, Any] | None:
@@ -81,6 +82,7 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
             f"{worker['id']:<22}{worker['running']:>8}{worker['waiting']:>8}{worker['queue_tokens']:>14}"
             f"{f'{free}/{total}':>14}{worker['age_s']:>7.1f}s{notes}"
         )
+    found += [f"computes   {name:<20} {what}" for name, what in shown.get("computes", {}).items()]
     found += [f"metrics    {name:<20} {url}" for name, url in shown.get("metrics", {}).items()]
     return found
 

@@ -29,6 +29,7 @@ from services.cli.topology import (
     StackPlan,
     instance_names,
     metrics_ports,
+    pool_workers,
     service_spec,
     stop_limit_s,
     stop_order,
@@ -188,7 +189,9 @@ async def _start(
         over.set()  # a thread cannot be cancelled, and the process would wait for it
     progress.done("a first token went through all services")
     record = StackRecord(url, credentials.api_key, credentials.admin_key, os.getpid())
-    screen = ready_screen(plan.settings, record, state.logs, progress.elapsed_s, token_s)
+    workers_of = pool_workers(settings)
+    computes = {model.pool: facts[name].get("computes", "") for name, (_, model) in workers_of.items()}
+    screen = ready_screen(plan.settings, record, state.logs, progress.elapsed_s, token_s, computes)
     own_servers = [name for name, own in (("nats", plan.own_nats), ("redis", plan.own_redis)) if own]
     return _Ready(record, screen, restart.handler(supervisor, instance_names(settings), own_servers))
 

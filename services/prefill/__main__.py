@@ -13,7 +13,8 @@ async def main(runtime: Runtime) -> None:
     worker = PrefillWorker(shell, fences, verify_grant)
     await worker.start()
     runtime.stack.push_async_callback(worker.stop, DRAIN_S)
-    runtime.ready(worker=shell.worker, fake=shell.core.facts.fake)
+    facts = shell.core.facts
+    runtime.ready(worker=shell.worker, fake=facts.fake, computes=facts.computes)
     await runtime.stop.wait()
 
 

@@ -31,7 +31,7 @@ from shared.kv.layout import LayerGroup, PoolLayout, fingerprint
 from shared.kv.pool import sweep
 from shared.model.config import layer_groups
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
-from shared.model.weights import model_digest
+from shared.model.digest import model_digest
 
 T = TypeVar("T")
 

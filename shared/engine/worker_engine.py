@@ -58,7 +58,7 @@ class WorkerOptions:
 
     model_dir: Path
     kv_dir: Path
-    dtype: str = "float32"
+    dtype: str = "float32"  # or auto, as `shared.model.decoder.load_decoder`; of a running engine, what was chosen
     block_size: int = 32  # token slots
     pool_bytes: int = 512 * 1024 * 1024  # 0: on a GPU what is left, else DEFAULT_POOL_BYTES
     token_budget: int = 512  # most tokens in a step
@@ -105,6 +105,7 @@ class WorkerFacts:
     eos_token_ids: frozenset[int]
     max_positions: int
     fake: bool
+    computes: str = ""  # number format and kernels, and what is known of their quality
 
 
 @dataclass(slots=True)
@@ -297,8 +298,9 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         if options.quant != "none":
             raise SettingsError(f"quant {options.quant!r} is of the CPU's native kernels", param="engine.quant")
         from shared.engine.device_worker import open_device_engine
+        from shared.engine.worker_quality import on_gpu, with_quality
 
-        return open_device_engine(replace(options, device=device), worker)
+        return with_quality(open_device_engine(on_gpu(replace(options, device=device)), worker))
     return _open_real(replace(options, device=device, pool_bytes=options.pool_bytes or DEFAULT_POOL_BYTES), worker)
 
 
@@ -325,12 +327,13 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     from shared.engine.model_runner import ModelRunner
     from shared.engine.numerics import numerics_id
     from shared.engine.self_check import run_self_check
+    from shared.engine.worker_quality import told_quality
     from shared.kv.layout import fingerprint
     from shared.kv.pool import create_pool, sweep
     from shared.model.config import layer_groups
-    from shared.model.decoder import load_decoder
+    from shared.model.decoder import configuration_of, load_decoder
+    from shared.model.digest import model_digest
     from shared.model.native_decoder import NativeDecoder
-    from shared.model.weights import model_digest
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -351,6 +354,8 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         torch.set_num_threads(1)
     if options.self_check:
         run_self_check(model.config, model.dtype, model.kernels, model.quant).require_exact()
+    configuration = configuration_of(model)
+    options = replace(options, dtype=configuration.dtype)
     groups = layer_groups(model.config, options.block_size, options.dtype, tile_layout=model.kernels.tile_layout)
     num_blocks = options.pool_bytes // sum(g.span_bytes for g in groups)
     if num_blocks < 2:
@@ -365,6 +370,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         eos_token_ids=frozenset(model.config.eos_token_ids),
         max_positions=model.config.max_positions,
         fake=False,
+        computes=told_quality(configuration, digest, numerics, warn=options.samples),
     )
     pool = create_pool(options.kv_dir, worker, layout)
     try:

@@ -29,14 +29,16 @@ from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
 from shared.model.checkpoint import EMBEDDING, HEAD, expected_shapes
 from shared.model.config import ModelConfig, load_config
+from shared.model.digest import model_digest
 from shared.model.family import LLAMA
 from shared.model.fetch import cache_dir
 from shared.model.native_decoder import Kept, NativeDecoder
 from shared.model.pack_cache import PackCache
+from shared.model.quality_gate import AUTO, Configuration, open_gate
 from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
-from shared.model.rope_table import rope_table
-from shared.model.weights import Weights, model_digest
 from shared.model.room import require_room
+from shared.model.rope_table import rope_table
+from shared.model.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -111,12 +113,12 @@ class Decoder:
         tp: TensorParallel,
         with_head: bool = True,
     ) -> None:
-        method = Unquantized(dtype, kernels.linear)
-        self.config = config
         head = EMBEDDING if config.tied_embeddings else HEAD
         kept = {name: math.prod(shape) for name, shape in expected_shapes(config).items()}
         own = sum(kept.values()) - kept[EMBEDDING] - kept.get(HEAD, 0) + with_head * kept[head]
         require_room(own * dtype.itemsize)
+        method = Unquantized(dtype, kernels.linear)
+        self.config = config
         self.dtype = dtype
         self.kernels = kernels
         self.quant = NONE
@@ -187,6 +189,12 @@ class Decoder:
         return self._head(x)[:num_rows].to(work)
 
 
+def configuration_of(model: Model) -> Configuration:
+    """What of a loaded model its quality depends on, as records of `quality_gate` name it."""
+    kernels = "native" if model.kernels.native else "triton" if model.kernels.triton else "torch"
+    return Configuration(kernels, str(model.dtype).removeprefix("torch."), model.quant.name)
+
+
 def _copied(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy: the tensor as read is part of the whole file's mapping, which would stay in memory with it."""
     return weight.to(dtype, copy=True)
@@ -205,7 +213,8 @@ def load_decoder(
     """Load a model folder.
 
     Args:
-        dtype: compute dtype, a key of `DTYPES`; the checkpoint may hold another.
+        dtype: compute dtype, a key of `DTYPES`; the checkpoint may hold another. Or "auto": the fastest whose quality
+            passed for these weights on the kernels that compute, else float32.
         kernels: a choice of `kernels.dispatch`. Where native ones cannot be had, a warning says why and torch computes.
         with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
         threads: of native kernels; 0 = as many as torch has.
@@ -217,8 +226,8 @@ def load_decoder(
         SettingsError: the folder, the dtype or the choice cannot be used, or the quantization not with them; or the
             weights do not fit into memory.
     """
-    if dtype not in DTYPES:
-        raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}", param="dtype")
+    if dtype not in (AUTO, *DTYPES):
+        raise SettingsError(f"dtype {dtype!r} is none of {AUTO}, {', '.join(DTYPES)}", param="dtype")
     if quant not in QUANTS:
         raise SettingsError(f"quant {quant!r} is none of {', '.join(QUANTS)}", param="quant")
     integers = QUANTS[quant]
@@ -233,6 +242,12 @@ def load_decoder(
     except UnknownKernels as exc:
         raise SettingsError(str(exc), param="kernels") from exc
     config, parallel = load_config(folder), tp or TensorParallel()
+
+    def chosen(family: str) -> torch.dtype:
+        if dtype != AUTO:
+            return DTYPES[dtype]
+        return DTYPES[open_gate(cache_dir(os.environ)).default_dtype(model_digest(folder), family)]
+
     if choice.triton or config.family != LLAMA:
         what = "kernels 'triton'" if choice.triton else config.family.architecture
         raise SettingsError(f"{folder}: {what}: is computed on a GPU only, see [engine] device", param="device")
@@ -244,7 +259,7 @@ def load_decoder(
                 return NativeDecoder(
                     config,
                     weights,
-                    DTYPES[dtype],
+                    chosen("native"),
                     choice,
                     choice.native,
                     count,
@@ -263,4 +278,4 @@ def load_decoder(
             choice = KernelChoice(choice.linear)
         if integers.bits:
             raise SettingsError(f"quant {quant!r} needs the native kernels, which cannot be had here", param="quant")
-        return Decoder(config, weights, DTYPES[dtype], choice, parallel, with_head)
+        return Decoder(config, weights, chosen("torch"), choice, parallel, with_head)

@@ -10,6 +10,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Dtype = Literal["auto", "float32", "bfloat16"]
+_DTYPE = "weights and KV; auto: the fastest whose quality passed for the model, see ./baton bench quality"
 POOL_PATTERN = r"^[a-z0-9-]{1,40}$"
 Quantization = Literal["none", "int8", "int4", "int4-g64", "int4-g128"]
 """As `kernels.linear.quantize.QUANTS`, which a process without torch cannot ask; a test holds them together."""
@@ -35,7 +37,7 @@ class ModelSettings(Section):
 
     path: str = Field("", description="folder with config.json, safetensors and tokenizer.json; empty: default model")
     name: str = Field("smollm2-135m-instruct", min_length=1, description="name clients ask for")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="weights and KV")
+    dtype: Dtype = Field("auto", description=_DTYPE)
     pool: str = Field("default", pattern=POOL_PATTERN, description="model pool: part of the scheduler's subjects")
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="sampling when a client names none: the model's own defaults, or the API's"
@@ -47,7 +49,7 @@ class ModelEntry(Section):
 
     name: str = Field(min_length=1, description="name clients ask for")
     path: str = Field("", description="folder with config.json, safetensors and tokenizer.json; empty: default model")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="weights and KV")
+    dtype: Dtype = Field("auto", description=_DTYPE)
     pool: str = Field("", pattern=rf"^$|{POOL_PATTERN}", description="its pool; empty: derived from the name")
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="sampling when a client names none: the model's own defaults, or the API's"

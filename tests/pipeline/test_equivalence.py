@@ -19,7 +19,7 @@ import torch
 from kernels.native.cpu import VARIABLE
 from shared.engine.numerics import numerics_id
 from shared.model.decoder import Model, load_decoder
-from shared.model.weights import model_digest
+from shared.model.digest import model_digest
 from tests.native import ALL_LEVELS, require_native
 from tests.pipeline import equivalence
 from tests.pipeline.equivalence import (
@@ -43,6 +43,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results" / "equivalence"
 # around every boundary there is: blocks of 32, tiles of 64, splits and chunks of 512
 TINY_LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 129, 200, 385, 514)
 MODEL_LENGTHS = (1, 33, 64, 97, 128, 160, 17, 200)
+FEW_LENGTHS = (1, 33, 64, 97)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -203,7 +204,7 @@ def test_tiny_on_lower_levels(kind: str, tiny_prompts: list[Prompt], tmp_path: P
 @pytest.mark.parametrize(
     "kind",
     [
-        "float32",
+        pytest.param("float32", marks=pytest.mark.long),
         pytest.param("bfloat16", marks=pytest.mark.long),
         pytest.param("float32-native", marks=pytest.mark.long),
         "bfloat16-native",
@@ -218,6 +219,17 @@ def test_default_model_pairwise(kind: str, default_model_dir: Path, tmp_path: Pa
     for cell in (*PAIRWISE, MODES[0]):
         result = run_cell(cell, model, dtype, prompts, tmp_path, every_row=False)
         check_cell(cell, result, oracle, prompts)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+def test_default_model_in_plain_torch(default_model_dir: Path, tmp_path: Path) -> None:
+    """Every value of every column at least once, with few prompts; the tiny model runs in every cell."""
+    model = load(default_model_dir, "float32", "")
+    prompts = make_prompts(FEW_LENGTHS, model.config.vocab_size, max_tokens=8)
+    oracle = run_cell(ORACLE, model, "float32", prompts, tmp_path, every_row=False)
+    for cell in (PAIRWISE[6], PAIRWISE[1], MODES[0]):
+        check_cell(cell, run_cell(cell, model, "float32", prompts, tmp_path, every_row=False), oracle, prompts)
 
 
 KINDS = ["float32", "bfloat16", "bfloat16-native", "float32-native"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cli.status import metrics_urls
+from services.cli.status import told
 from services.cli.topology import metrics_ports
 from shared.contracts.errors import SettingsError
 from shared.lifecycle.ready import report_ready
@@ -93,7 +93,7 @@ def test_processes_of_one_machine_count_on_from_a_port_that_is_set() -> None:
 def test_status_finds_the_addresses_where_processes_told_them(tmp_path: Path) -> None:
     for name, url in (("gateway", "http://127.0.0.1:1/metrics"), ("policy", "")):
         report_ready({"BATON_READY_FILE": str(tmp_path / f"{name}.ready")}, metrics_url=url)
-    assert metrics_urls(tmp_path) == {"gateway": "http://127.0.0.1:1/metrics"}
+    assert told(tmp_path, "metrics_url") == {"gateway": "http://127.0.0.1:1/metrics"}
 
 
 @pytest.mark.parametrize(

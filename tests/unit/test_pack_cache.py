@@ -22,12 +22,13 @@ from shared.contracts.errors import SettingsError
 from shared.model import pack_cache, pack_file, room
 from shared.model.config import load_config
 from shared.model.decoder import DTYPES, load_decoder
+from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir
 from shared.model.native_decoder import Kept, NativeDecoder
 from shared.model.pack_cache import PackCache, in_huge_pages, new_arena
 from shared.model.pack_file import Damaged, open_pack, write_pack
 from shared.model.quantization import TensorParallel
-from shared.model.weights import Weights, model_digest
+from shared.model.weights import Weights
 from tests.native import require_native
 from tests.tiny_models import make_tiny_model
 

@@ -153,7 +153,7 @@ def test_several_models(tmp_path: Path) -> None:
         "Big/One.5",
         "/big",
         ("big", "gpt"),
-        "float32",
+        "auto",
         "big-one-5",
     )
     assert (big.prefill, big.decode, big.pool_bytes) == (1, 2, 0)

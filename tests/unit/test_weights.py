@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from shared.contracts.errors import SettingsError
 from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import load_config
+from shared.model.digest import model_digest
 from shared.model.folder import INDEX, SINGLE
 from shared.model.quantization import TensorParallel
-from shared.model.weights import Weights, model_digest
+from shared.model.weights import Weights
 from tests.tiny_models import make_tiny_model
 
 

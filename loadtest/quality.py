@@ -1,0 +1,244 @@
+"""`./baton bench quality`: how far a configuration's next-token distributions are from float32's on fixed texts.
+
+Teacher-forced: at every position of a text both models see the same tokens, and what they expect next is compared, as
+KL(float32 || configuration) in nats and by whether the most likely token is the same. float32 is computed by torch,
+apart from all native code. Batches do not change bits here, so what holds of prompts holds of decoding.
+
+Texts are cut into windows of at most `WINDOW` tokens, each begun anew; every position counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.linear.quantize import QUANTS
+from loadtest.machine import this_machine
+from shared.contracts.errors import BatonError, Internal, SettingsError
+from shared.contracts.ids import WorkerId
+from shared.engine.forward_batch import build_forward_batch
+from shared.engine.numerics import numerics_id
+from shared.engine.step_plan import ScheduledSequence, StepPlan
+from shared.kv.layout import PoolLayout
+from shared.kv.pool import Pool, create_pool
+from shared.model.config import layer_groups
+from shared.model.decoder import Model, configuration_of, load_decoder
+from shared.model.digest import model_digest
+from shared.model.fetch import cache_dir, fetch_default_model
+from shared.model.quality_gate import (
+    FLOAT32,
+    LEAST_TOP1,
+    MOST_KL,
+    MOST_OF_MEAN,
+    SHIPPED,
+    Configuration,
+    Record,
+    SetFigures,
+    keep_record,
+    own_results,
+)
+from shared.text.tokenizer import load_tokenizer
+
+TEXTS = Path(__file__).with_name("quality_texts")
+WINDOW = 2048
+CHUNK = 256
+BLOCK = 32
+ROWS = 64
+"""Rows compared at a time: they are as wide as the vocabulary."""
+ALL = (
+    Configuration("native", "float32"),
+    Configuration("native", "bfloat16"),
+    Configuration("torch", "bfloat16"),
+    Configuration("native", "bfloat16", "int8"),
+    Configuration("native", "bfloat16", "int4"),
+    Configuration("native", "bfloat16", "int4-g64"),
+    Configuration("native", "bfloat16", "int4-g128"),
+)
+"""What `--all` measures; float32 on native kernels to see what two ways of summing float32 differ by."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over the positions of a set so far."""
+
+    positions: int = 0
+    kl: float = 0.0
+    same: int = 0
+
+    def add(self, reference: Tensor, logits: Tensor) -> None:
+        """Compare rows, both [positions, vocab_size]. Raises Internal where a logit is not finite."""
+        for wanted, found in zip(reference.split(ROWS), logits.split(ROWS), strict=True):
+            p, q = (rows.log_softmax(dim=1) for rows in (wanted, found))
+            kl = float((p.exp() * (p - q)).sum(dtype=torch.float64))
+            if not abs(kl) < float("inf"):
+                raise Internal(f"logits that are not finite after {self.positions} positions")
+            self.kl += max(0.0, kl)
+            self.same += int((wanted.argmax(dim=1) == found.argmax(dim=1)).sum())
+            self.positions += len(wanted)
+
+    def figures(self) -> SetFigures:
+        return SetFigures(self.positions, self.kl / self.positions, self.same / self.positions)
+
+
+class Reader:
+    """A model that reads windows of text, with a pool of its own.
+
+    Args:
+        folder, name: where the pool's file is made, and for whom.
+        longest: most tokens of a window.
+    """
+
+    def __init__(self, model: Model, folder: Path, name: str, longest: int) -> None:
+        self._model = model
+        dtype = configuration_of(model).dtype
+        self._groups = layer_groups(model.config, BLOCK, dtype, tile_layout=model.kernels.tile_layout)
+        self._table = tuple(range(-(-longest // BLOCK)))
+        layout = PoolLayout(self._groups, (len(self._table),) * len(self._groups))
+        self.pool: Pool = create_pool(folder, WorkerId(name), layout)
+
+    @torch.inference_mode()
+    def read(self, start: int, token_ids: Sequence[int]) -> Tensor:
+        """Logits after each of the tokens from position `start`, the earlier ones having been read: [tokens, vocab]."""
+        tables = (self._table,) * len(self._groups)
+        sequence = ScheduledSequence("text", start, tuple(token_ids), tables, len(token_ids), None)
+        batch = build_forward_batch(StepPlan(1, (sequence,)), self._groups, all_logits=True)
+        return self._model.forward(batch, self._groups, self.pool.views())
+
+
+def windows(token_ids: Sequence[int], longest: int) -> list[Sequence[int]]:
+    """A text in consecutive windows of at most `longest` tokens. Pure."""
+    return [token_ids[i : i + longest] for i in range(0, len(token_ids), longest)]
+
+
+def compare(reference: Reader, others: Sequence[Reader], token_ids: Sequence[int], longest: int) -> list[SetFigures]:
+    """One set's figures of each of the others. Raises Internal where a logit is not finite."""
+    sums = [Sums() for _ in others]
+    for window in windows(token_ids, longest):
+        for start in range(0, len(window), CHUNK):
+            part = window[start : start + CHUNK]
+            wanted = reference.read(start, part)
+            for one, other in zip(sums, others, strict=True):
+                one.add(wanted, other.read(start, part))
+    return [one.figures() for one in sums]
+
+
+def measure(folder: Path, wanted: Sequence[Configuration], threads: int) -> list[Record]:
+    """Measure configurations of a model folder beside one another: float32 is computed once for all.
+
+    Raises:
+        SettingsError: the model, its tokenizer or a configuration cannot be used here.
+        Internal: a logit is not finite.
+    """
+    sets = load_sets(folder)
+    models = [_load(folder, one, threads) for one in (Configuration("torch", FLOAT32), *wanted)]
+    longest = min(WINDOW, models[0].config.max_positions)
+    figures: list[dict[str, SetFigures]] = [{} for _ in wanted]
+    with ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-quality-", dir=_memory_folder()))
+        readers = [Reader(model, Path(place), f"quality-{i}", longest) for i, model in enumerate(models)]
+        for reader in readers:
+            stack.callback(reader.pool.close)
+        for name, token_ids in sets.items():
+            for i, found in enumerate(compare(readers[0], readers[1:], token_ids, longest)):
+                figures[i][name] = found
+                _say(f"{wanted[i]}, {name}: {_row(found)}")
+    digest = model_digest(folder)
+    return [
+        Record(digest, folder.name, one, numerics_id(one.dtype, model.kernels, model.quant), found)
+        for one, model, found in zip(wanted, models[1:], figures, strict=True)
+    ]
+
+
+def _load(folder: Path, wanted: Configuration, threads: int) -> Model:
+    model = load_decoder(folder, wanted.dtype, wanted.kernels, threads=threads, quant=wanted.quant)
+    if configuration_of(model) != wanted:
+        raise SettingsError(f"kernels {wanted.kernels!r} cannot be had here", param="--kernels")
+    return model
+
+
+def load_sets(folder: Path) -> dict[str, list[int]]:
+    """The committed texts as a model's tokens, by the name of their set. Raises SettingsError without a tokenizer."""
+    tokenizer = load_tokenizer(folder)
+    files = sorted(TEXTS.glob("*.txt"))
+    sets = {path.stem: tokenizer.encode(path.read_text(encoding="utf-8"), parse_special=True) for path in files}
+    return {name: token_ids for name, token_ids in sets.items() if token_ids}
+
+
+def lines_of(records: Sequence[Record]) -> Iterator[str]:
+    """The report: a line a set and one for the whole, of every configuration. Pure."""
+    for record in records:
+        yield f"{record.configuration}   {record.numerics}"
+        for name, figures in record.sets.items():
+            yield f"  {name:14}{_row(figures)}"
+        yield f"  {'mean of sets':14}{record}"
+        yield ""
+    yield (
+        f"passed: mean KL <= {MOST_KL:g} nat, mean top-1 >= {LEAST_TOP1:.0%}, no set's KL above {MOST_OF_MEAN:g} times "
+        "the mean; sets weigh alike"
+    )
+
+
+def _row(figures: SetFigures) -> str:
+    return f"{figures.positions:>6} positions   KL {figures.kl:.5f} nat   top-1 {figures.top1:7.2%}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; its exit code: 1 when a configuration that was asked for could not be measured."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    threads = options.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    try:
+        folder = options.model or fetch_default_model(cache_dir(os.environ), _say)
+        wanted = ALL if options.all else (Configuration(options.kernels, options.dtype, options.quant),)
+        keep = SHIPPED if options.ship else own_results(cache_dir(os.environ))
+        records = measure(folder, wanted, threads)
+        for record in records:
+            keep_record(keep, record)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BatonError as exc:
+        print(f"baton bench: {exc.message}", file=sys.stderr)
+        return 1
+    machine = this_machine()
+    print(f"{folder.name}, {records[0].model}; {machine.cpu}, {machine.date}\n")
+    print("\n".join(lines_of(records)))
+    return 0
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _say(text: str) -> None:
+    print(f"baton bench: {text}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="baton bench quality",
+        description="Measure how far a configuration is from float32 on fixed texts, and keep the result.",
+    )
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model folder (default: the default model)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+    parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
+    parser.add_argument("--kernels", choices=("native", "torch"), default="native", help="default native")
+    parser.add_argument("--all", action="store_true", help="every configuration that could be a default")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")
+    parser.add_argument("--ship", action="store_true", help="keep the result with the code, not in the cache")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
