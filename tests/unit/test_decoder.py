@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,11 @@ from shared.model.folder import weight_files
 from tests.native import require_native
 from tests.tiny_models import GREEDY, make_tiny_model, random_tokens, sequence
 
-LENGTHS = [1, 15, 16, 17, 200]
+LENGTHS = (1, 15, 16, 17, 200)
+MODEL_LENGTHS = [
+    pytest.param((*LENGTHS, 600), id="600"),  # over the 512 of a split
+    pytest.param((*LENGTHS, 1000), marks=pytest.mark.long, id="1000"),
+]
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "untied": {"tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 32},
@@ -93,7 +98,9 @@ def plain_norm() -> Iterator[None]:
         LlamaRMSNorm.forward = original
 
 
+@lru_cache(maxsize=3)
 def reference_model(folder: Path, dtype: str) -> Any:
+    """transformers' own model; kept, since several checks of a folder in turn use the same."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
@@ -115,6 +122,21 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
+@lru_cache(maxsize=1)
+def exact_logits(folder: Path, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The float64 reference's logits of each length's random tokens; computed once for the checks of one model."""
+    with plain_norm():
+        model = reference_model(folder, "float64")
+        return tuple(reference_logits(model, random_tokens(n, model.config.vocab_size, seed=n)) for n in lengths)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_references() -> Iterator[None]:
+    yield
+    exact_logits.cache_clear()
+    reference_model.cache_clear()
+
+
 def our_logits(model: Model, dtype: str, token_ids: list[int], folder: Path, chunks: tuple[int, ...] = ()) -> Tensor:
     """[len(token_ids), vocab_size], over a pool of NaN, computed as one step or in steps of so many tokens."""
     rows: dict[int, Tensor] = {}
@@ -133,46 +155,35 @@ def our_logits(model: Model, dtype: str, token_ids: list[int], folder: Path, chu
     return torch.stack([rows[i] for i in range(len(token_ids))])
 
 
-def check_float64(folder: Path, lengths: list[int], tmp_path: Path) -> None:
-    with plain_norm():
-        reference = reference_model(folder, "float64")
-        model = load_decoder(folder, "float64")
-        for length in lengths:
-            token_ids = random_tokens(length, model.config.vocab_size, seed=length)
-            expected = reference_logits(reference, token_ids)
-            error = (our_logits(model, "float64", token_ids, tmp_path) - expected).abs().max().item()
-            print(f"float64, {length} tokens: max error {error:.2g}")
-            assert error <= 1e-9
+def check_float64(folder: Path, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    model = load_decoder(folder, "float64")
+    for length, expected in zip(lengths, exact_logits(folder, lengths), strict=True):
+        token_ids = random_tokens(length, model.config.vocab_size, seed=length)
+        error = (our_logits(model, "float64", token_ids, tmp_path) - expected).abs().max().item()
+        print(f"float64, {length} tokens: max error {error:.2g}")
+        assert error <= 1e-9
 
 
-def check_float32(folder: Path, lengths: list[int], tmp_path: Path, kernels: str) -> None:
-    with plain_norm():
-        exact_model = reference_model(folder, "float64")
-        exact = {
-            length: reference_logits(exact_model, random_tokens(length, exact_model.config.vocab_size, seed=length))
-            for length in lengths
-        }
-    del exact_model
+def check_float32(folder: Path, lengths: tuple[int, ...], tmp_path: Path, kernels: str) -> None:
+    exact = exact_logits(folder, lengths)
     reference = reference_model(folder, "float32")
     model = load_decoder(folder, "float32", kernels)
     ours, theirs = [], []
-    for length in lengths:
+    for length, right in zip(lengths, exact, strict=True):
         token_ids = random_tokens(length, model.config.vocab_size, seed=length)
-        ours.append((our_logits(model, "float32", token_ids, tmp_path) - exact[length]).abs().max().item())
-        theirs.append((reference_logits(reference, token_ids) - exact[length]).abs().max().item())
+        ours.append((our_logits(model, "float32", token_ids, tmp_path) - right).abs().max().item())
+        theirs.append((reference_logits(reference, token_ids) - right).abs().max().item())
         print(f"float32, {length} tokens: max error {ours[-1]:.2g}, transformers {theirs[-1]:.2g}")
     # over all lengths: the largest error of a single row is a matter of luck on both sides
     assert max(ours) <= 2 * max(theirs)
     assert max(ours) <= 3e-4
 
 
-def check_bfloat16(folder: Path, lengths: list[int], tmp_path: Path) -> None:
+def check_bfloat16(folder: Path, lengths: tuple[int, ...], tmp_path: Path) -> None:
     """Native kernels keep more bits than transformers does in bfloat16, and never fewer than it by much."""
+    exact = exact_logits(folder, lengths)
     reference, model = reference_model(folder, "bfloat16"), load_decoder(folder, "bfloat16", "native")
-    with plain_norm():
-        exact_model = reference_model(folder, "float64")
-        prompts = [random_tokens(length, model.config.vocab_size, seed=length) for length in lengths]
-        exact = [reference_logits(exact_model, prompt) for prompt in prompts]
+    prompts = [random_tokens(length, model.config.vocab_size, seed=length) for length in lengths]
     ours = [
         (our_logits(model, "bfloat16", p, tmp_path) - e).norm() / e.norm() for p, e in zip(prompts, exact, strict=True)
     ]
@@ -184,8 +195,6 @@ def check_bfloat16(folder: Path, lengths: list[int], tmp_path: Path) -> None:
 def check_greedy(folder: Path, prompts: list[list[int]], num_tokens: int, tmp_path: Path) -> None:
     """Equal to transformers' greedy tokens up to the first position that float64 calls a near-tie."""
     reference = reference_model(folder, "float32")
-    with plain_norm():
-        exact = reference_model(folder, "float64")
     model = load_decoder(folder, "float32")
     near_ties = 0
     for prompt in prompts:
@@ -197,6 +206,7 @@ def check_greedy(folder: Path, prompts: list[list[int]], num_tokens: int, tmp_pa
             continue
         at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
         with plain_norm():
+            exact = reference_model(folder, "float64")
             best, second = reference_logits(exact, theirs[:at])[-1].topk(2).values.tolist()
         assert best - second < 1e-3, f"differs at {at}, where the gap is {best - second}"
         near_ties += 1
@@ -242,7 +252,7 @@ def test_greedy_tokens_equal_transformers(tiny: Path, tmp_path: Path) -> None:
 def test_native_reads_every_dtype_of_a_checkpoint(tmp_path: Path, stored: torch.dtype) -> None:
     require_native()
     folder = make_tiny_model(tmp_path / "tiny", dtype=stored, num_hidden_layers=2)
-    check_float32(folder, [17, 40], tmp_path, "native")
+    check_float32(folder, (17, 40), tmp_path, "native")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -263,21 +273,24 @@ def test_a_model_without_its_head_refuses_to_make_logits(tiny: Path, tmp_path: P
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_default_model_float64(default_model_dir: Path, tmp_path: Path) -> None:
-    check_float64(default_model_dir, [*LENGTHS, 1000], tmp_path)
+@pytest.mark.parametrize("lengths", MODEL_LENGTHS)
+def test_default_model_float64(default_model_dir: Path, tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    check_float64(default_model_dir, lengths, tmp_path)
 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_default_model_float32(default_model_dir: Path, tmp_path: Path, kernels: str) -> None:
-    check_float32(default_model_dir, [*LENGTHS, 1000], tmp_path, kernels)
+@pytest.mark.parametrize("lengths", MODEL_LENGTHS)
+def test_default_model_float32(default_model_dir: Path, tmp_path: Path, lengths: tuple[int, ...], kernels: str) -> None:
+    check_float32(default_model_dir, lengths, tmp_path, kernels)
 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_default_model_native_bfloat16(default_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lengths", MODEL_LENGTHS)
+def test_default_model_native_bfloat16(default_model_dir: Path, tmp_path: Path, lengths: tuple[int, ...]) -> None:
     require_native()
-    check_bfloat16(default_model_dir, [*LENGTHS, 1000], tmp_path)
+    check_bfloat16(default_model_dir, lengths, tmp_path)
 
 
 @pytest.mark.model
@@ -300,10 +313,9 @@ def test_default_model_float32_lone_tokens(default_model_dir: Path, tmp_path: Pa
     """One prompt of one token is too few rows to judge by: its greatest error scatters by a factor of four."""
     draw = torch.Generator().manual_seed(0)
     prompts = [[int(i)] for i in torch.randint(3, 49_000, (24,), generator=draw)]
-    with plain_norm():
-        exact = reference_model(default_model_dir, "float64")
-        truth = [reference_logits(exact, prompt) for prompt in prompts]
-    del exact
+    with plain_norm(), torch.no_grad():
+        # all at once: in float64 the order of a sum is far below what is judged
+        truth = reference_model(default_model_dir, "float64")(torch.tensor(prompts)).logits
     reference, model = reference_model(default_model_dir, "float32"), load_decoder(default_model_dir, "float32")
     own, theirs = [], []
     for prompt, right in zip(prompts, truth, strict=True):
