@@ -19,6 +19,7 @@ import httpx
 
 from services.cli.state import StateFolder
 from shared.contracts.errors import Unavailable
+from shared.lifecycle.ready import read_ready
 from shared.settings.load import ROOT
 from shared.telemetry import attributes as a
 

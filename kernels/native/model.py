@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -135,6 +136,7 @@ class NativeModel:
             quick.norms.data_ptr() if quick is not None else None,
         )
         self.rechecks, self.quick_rows = Rechecks(), QUICK_ROWS
+        self._room: Tensor | None = None  # of passing logits
 
     def step(
         self,
@@ -146,6 +148,7 @@ class NativeModel:
         groups: Sequence[GroupPlan],
         pools: Sequence[Tensor],
         top_only: bool = False,
+        passing: bool = False,
     ) -> Tensor:
         """KV of every token into the pools, and the wanted logits: [num_logit_rows, vocab] float32.
 
@@ -158,21 +161,32 @@ class NativeModel:
 
             top_only: the caller looks for the largest logits alone. With a quick head, tokens that cannot be the
                 largest then have minus infinity; those that can, the bits they have otherwise.
+            passing: the caller is done with the logits when the next such step begins, which overwrites them.
 
         Raises:
             ValueError: a number points outside the pool, the vocabulary or the context. Nothing was computed.
             MemoryError: there is no memory for the step.
         """
-        logits = torch.empty((len(logit_rows), self.shape.vocab), dtype=torch.float32)
+        num_rows = logit_rows.shape[0]
+        logits = self._passing(num_rows) if passing else self._logits(num_rows)
         plan = StepArrays(self, token_ids, positions, cu_seqlens, seq_lens, logit_rows, groups, pools, logits)
-        rechecked = torch.zeros(len(logit_rows), dtype=torch.int64)
-        quick = top_only and self._struct.quick_head.weight and 0 < len(logit_rows) <= self.quick_rows
+        quick = top_only and self._struct.quick_head.weight and 0 < num_rows <= self.quick_rows
         if quick:
-            plan.struct.top_only, plan.struct.rechecked = 1, rechecked.data_ptr()
+            rechecked = np.zeros(num_rows, dtype=np.int64)
+            plan.struct.top_only, plan.struct.rechecked = 1, rechecked.ctypes.data
         self.team.call("baton_step", self.dtype, ctypes.byref(self._struct), ctypes.byref(plan.struct))
         if quick:
             self.rechecks.count(rechecked.tolist(), -(-self.shape.vocab // BLOCK))
         return logits
+
+    def _logits(self, num_rows: int) -> Tensor:
+        return torch.empty((num_rows, self.shape.vocab), dtype=torch.float32)
+
+    def _passing(self, num_rows: int) -> Tensor:
+        """Memory kept from step to step: made anew, its pages alone cost a small step's bookkeeping."""
+        if self._room is None or self._room.shape[0] < num_rows:
+            self._room = self._logits(num_rows)
+        return self._room[:num_rows]
 
     def sweep(self, rows: int, head_rows: int) -> None:
         """Every product of the model for so many rows and nothing else: the least a step can take, for benchmarks."""
@@ -235,48 +249,62 @@ class StepArrays:
         for tensor in (token_ids, positions, logit_rows):
             assert tensor.dtype == torch.int64
             assert tensor.is_contiguous()
-        assert min(len(token_ids), len(positions)) >= num_tokens, (token_ids.shape, positions.shape, num_tokens)
-        kept: list[object] = [token_ids, positions, logit_rows, logits, pools]
+        assert min(token_ids.shape[0], positions.shape[0]) >= num_tokens, (token_ids.shape, positions.shape, num_tokens)
+        numbers = _Numbers()
+        cumulated, lengths = numbers.add(cu_seqlens), numbers.add(seq_lens)
+        places = [_places(numbers, group, num_tokens, len(seq_lens)) for group in groups]
+        array = numbers.array()
+        base = array.ctypes.data
         structs = (GroupStruct * len(groups))()
-        for i, (group, pool) in enumerate(zip(groups, pools, strict=True)):
-            structs[i], arrays = _group_struct(model, group, pool, num_tokens, len(seq_lens))
-            kept.append(arrays)
-        cumulated, lengths = _int64(cu_seqlens), _int64(seq_lens)
-        self._kept = (*kept, structs, cumulated, lengths)
+        for i, (place, pool) in enumerate(zip(places, pools, strict=True)):
+            structs[i] = _group_struct(model, pool, [base + 8 * first for first in place])
+        self._kept = (token_ids, positions, logit_rows, logits, pools, structs, array)
         self.struct = StepStruct(
             num_tokens,
             len(seq_lens),
-            len(logit_rows),
+            logit_rows.shape[0],
             len(groups),
             token_ids.data_ptr(),
             positions.data_ptr(),
-            cumulated.ctypes.data,
-            lengths.ctypes.data,
+            base + 8 * cumulated,
+            base + 8 * lengths,
             logit_rows.data_ptr(),
             ctypes.addressof(structs),
             logits.data_ptr(),
         )
 
 
-def _group_struct(
-    model: NativeModel, group: GroupPlan, pool: Tensor, num_tokens: int, num_seqs: int
-) -> tuple[GroupStruct, tuple[NDArray[np.int64], ...]]:
+class _Numbers:
+    """Lists of integers that become one array: an array each would cost more than what is in it."""
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+
+    def add(self, values: Sequence[int]) -> int:
+        """Where they begin in the array."""
+        first = len(self._values)
+        self._values.extend(values)
+        return first
+
+    def array(self) -> NDArray[np.int64]:
+        return np.array(self._values, dtype=np.int64)
+
+
+def _places(numbers: _Numbers, group: GroupPlan, num_tokens: int, num_seqs: int) -> tuple[int, int, int]:
+    """Where a group's slots, block tables and their begins lie."""
+    assert len(group.block_tables) == num_seqs, (len(group.block_tables), num_seqs)
+    assert len(group.slots) >= num_tokens, (len(group.slots), num_tokens)
+    starts = list(itertools.accumulate(map(len, group.block_tables), initial=0))
+    slots = numbers.add(group.slots)
+    return slots, numbers.add(list(itertools.chain.from_iterable(group.block_tables))), numbers.add(starts)
+
+
+def _group_struct(model: NativeModel, pool: Tensor, addresses: Sequence[int]) -> GroupStruct:
     num_blocks, num_layers, two, kv_heads, block_size, head_dim = pool.shape
     assert (two, kv_heads, head_dim) == (2, model.shape.kv_heads, model.shape.head_dim), pool.shape
     assert pool.dtype == model.dtype, (pool.dtype, model.dtype)
     assert pool.is_contiguous()
-    assert len(group.block_tables) == num_seqs, (len(group.block_tables), num_seqs)
-    assert len(group.slots) >= num_tokens, (len(group.slots), num_tokens)
-    slots = _int64(group.slots)
-    tables = _int64([block for table in group.block_tables for block in table])
-    starts = np.zeros(num_seqs + 1, dtype=np.int64)
-    np.cumsum([len(table) for table in group.block_tables], out=starts[1:])
-    addresses = slots.ctypes.data, tables.ctypes.data, starts.ctypes.data
-    return GroupStruct(pool.data_ptr(), num_blocks, num_layers, block_size, *addresses), (slots, tables, starts)
-
-
-def _int64(values: Sequence[int]) -> NDArray[np.int64]:
-    return np.array(values, dtype=np.int64)
+    return GroupStruct(pool.data_ptr(), num_blocks, num_layers, block_size, *addresses)
 
 
 def _layer_struct(layer: NativeLayer) -> LayerStruct:

@@ -55,4 +55,16 @@ def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     ]
 
 
-__all__ = ["RowSampling", "gumbel", "gumbel_all", "sample", "uniform"]
+def greedy_rows(logits: Tensor) -> list[int]:
+    """The lowest id of each row's largest logit, as `sample` takes it; -1 where that is an infinity or a NaN.
+
+    Args:
+        logits: as `sample`.
+    """
+    assert logits.ndim == 2
+    assert logits.dtype in (torch.float32, torch.float64), logits.dtype
+    assert logits.device.type == "cpu", logits.device
+    return reference.greedy_rows((logits if logits.dtype == torch.float32 else logits.float()).numpy())
+
+
+__all__ = ["RowSampling", "greedy_rows", "gumbel", "gumbel_all", "sample", "uniform"]

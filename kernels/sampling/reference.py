@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kernels.sampling.noise import NOISE_MAX, NOISE_MIN, Floats, Ids, gumbel, gumbel_all
@@ -13,6 +15,12 @@ _MAX_GAP = NOISE_MAX - NOISE_MIN
 
 def greedy(logits: Floats) -> int:
     return int(np.argmax(logits))
+
+
+def greedy_rows(logits: Floats) -> list[int]:
+    """Per row the lowest id of the largest value; -1 where that is not finite. A NaN counts as the largest."""
+    best = logits.argmax(axis=1)
+    return [token if math.isfinite(logits[row, token]) else -1 for row, token in enumerate(best.tolist())]
 
 
 def sample(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,7 @@ class ForwardBatch:
     logit_ranges: tuple[range, ...]  # per sequence, indices into logit_rows
     in_flight: tuple[InFlightToken, ...]
     top_only: bool = False  # only the largest logits of rows matter: others may be minus infinity
+    passing: bool = False  # logits are looked at before the next step, and then no more
 
     @property
     def num_rows(self) -> int:
@@ -92,16 +94,22 @@ def build_forward_batch(plan: StepPlan, groups: Sequence[LayerGroup], all_logits
         token_ids[token.row] = 0
     return ForwardBatch(
         num_tokens=num_tokens,
-        token_ids=torch.tensor(token_ids + [0] * padding, dtype=torch.int64),
-        positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
+        token_ids=_int64(token_ids + [0] * padding),
+        positions=_int64(positions + [0] * padding),
         cu_seqlens_q=tuple(cu_seqlens_q),
         seq_lens=tuple(sequence.start + len(sequence.token_ids) for sequence in plan.sequences),
         groups=tuple(_group_batch(plan, i, group, padding) for i, group in enumerate(groups)),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows=_int64(logit_rows),
         logit_ranges=tuple(logit_ranges),
         in_flight=tuple(in_flight),
         top_only=not all_logits and all(_is_greedy(s.sampling) for s in plan.sequences if s.num_logits),
+        passing=not all_logits,
     )
+
+
+def _int64(values: list[int]) -> Tensor:
+    # through numpy: several times as fast as a tensor from a list
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
 def _is_greedy(sampling: SamplingParams | None) -> bool:

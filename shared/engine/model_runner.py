@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared.contracts.errors import Internal, SettingsError
 from shared.engine.forward_batch import ForwardBatch, build_forward_batch
-from shared.engine.sampler import sample_sequences
+from shared.engine.sampler import sample_greedily, sample_sequences
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.kv.pool import Pool
 from shared.model.decoder import DTYPES, Model
@@ -60,10 +60,13 @@ class ModelRunner:
             raise Internal(str(exc)) from exc
         lost = self._resolve(batch, plan)
         logits = self._model.forward(batch, self._groups, self._pools)
-        bad = _not_finite(logits, batch) | lost
-        if self._record_logits is not None:
-            self._record(plan, batch, logits)
-        sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad)
+        if batch.top_only:
+            sampled, bad = sample_greedily(logits, plan.sequences, batch.logit_ranges, lost)
+        else:
+            bad = _not_finite(logits, batch) | lost
+            if self._record_logits is not None:
+                self._record(plan, batch, logits)
+            sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad)
         self._last = {
             sequence.seq_id: tokens for sequence, tokens in zip(plan.sequences, sampled, strict=True) if tokens
         } | {plan.sequences[i].seq_id: () for i in bad}
@@ -71,13 +74,16 @@ class ModelRunner:
 
     def _resolve(self, batch: ForwardBatch, plan: StepPlan) -> frozenset[int]:
         """Fill in tokens in flight. Returns the sequences whose token never came, because their row was bad."""
+        if not batch.in_flight:
+            return frozenset()
         lost: set[str] = set()
+        token_ids = batch.token_ids.numpy()  # the same memory, written without torch's cost an element
         for token in batch.in_flight:
             tokens = self._last.get(token.seq_id)
             if tokens is None or (tokens and len(tokens) < token.back):
                 raise Internal(f"step {plan.step}: {token.seq_id} waits for a token that no step samples")
             if tokens:
-                batch.token_ids[token.row] = tokens[-token.back]
+                token_ids[token.row] = tokens[-token.back]
             else:
                 lost.add(token.seq_id)
         return frozenset(i for i, sequence in enumerate(plan.sequences) if sequence.seq_id in lost)
@@ -91,9 +97,6 @@ class ModelRunner:
 
 
 def _not_finite(logits: Tensor, batch: ForwardBatch) -> frozenset[int]:
-    """Sequences with a row that holds an infinity or a NaN: either makes the row's sum one.
-
-    Where minus infinity stands for what is not the largest, it is the largest that tells.
-    """
-    finite = torch.isfinite(logits.amax(dim=1) if batch.top_only else logits.sum(dim=1)).tolist()
+    """Sequences with a row that holds an infinity or a NaN: either makes the row's sum one."""
+    finite = torch.isfinite(logits.sum(dim=1)).tolist()
     return frozenset(i for i, span in enumerate(batch.logit_ranges) if not all(finite[row] for row in span))

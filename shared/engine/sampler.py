@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.sampling import RowSampling, sample
+from kernels.sampling import RowSampling, greedy_rows, sample
 from shared.contracts.sampling import SamplingParams
 from shared.engine.step_plan import ScheduledSequence
 
@@ -42,3 +42,20 @@ def sample_sequences(
     picked = logits if len(indices) == logits.shape[0] else logits[indices]
     tokens = iter(sample(picked, rows))
     return tuple(tuple(next(tokens) for _ in range(count)) for count in counts)
+
+
+def sample_greedily(
+    logits: Tensor, sequences: Sequence[ScheduledSequence], ranges: Sequence[range], skip: frozenset[int]
+) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
+    """As `sample_sequences` where all that sample are greedy, and the indices of sequences that got () for a reason.
+
+    Those are `skip` and the ones with a row whose largest logit is not finite. Where minus infinity stands for what
+    is not the largest, it is the largest that tells.
+    """
+    best = greedy_rows(logits)
+    bad = skip | {i for i, span in enumerate(ranges) if any(best[row] < 0 for row in span)}
+    tokens = tuple(
+        () if sequence.sampling is None or i in bad else tuple(best[span.start : span.stop])
+        for i, (sequence, span) in enumerate(zip(sequences, ranges, strict=True))
+    )
+    return tokens, bad

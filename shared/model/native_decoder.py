@@ -124,6 +124,7 @@ class NativeDecoder:
             plans,
             pools,
             batch.top_only,
+            batch.passing,
         )
 
     def native(self, groups: tuple[LayerGroup, ...]) -> NativeModel:

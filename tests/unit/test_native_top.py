@@ -36,7 +36,9 @@ def packed(team: Team, dtype: torch.dtype, *parts: Tensor, gated: bool = False) 
 class OneLayer:
     """A model of one random layer and the given head. Its tokens are rows of logits, computed in one step."""
 
-    def __init__(self, team: Team, dtype: torch.dtype, head: Tensor, rows: int, quick: bool = True) -> None:
+    def __init__(
+        self, team: Team, dtype: torch.dtype, head: Tensor, rows: int, quick: bool = True, final_norm: float = 1.0
+    ) -> None:
         arena = Arena.plan()
         pack_quick_head(team, arena, head.to("meta"), dtype)
         found = pack_quick_head(team, Arena(arena.used), head, dtype) if quick else None
@@ -56,18 +58,18 @@ class OneLayer:
         shape = Shape(HIDDEN, INNER, len(head), HEADS, HEADS, SIZE, 1e-5, SIZE**-0.5)
         table = rotary_table(plain(SIZE, 10000.0), 64, dtype)
         self.embedding = rand(6, len(head), HIDDEN)
-        norm = torch.ones(HIDDEN)
+        norm = torch.full((HIDDEN,), final_norm)
         self.model = NativeModel(
             team, dtype, shape, self.embedding, table, [layer], norm, packed(team, dtype, head), found
         )
         self.model.quick_rows = rows
         self.rows, self.dtype = rows, dtype
 
-    def logits(self, top_only: bool) -> Tensor:
+    def logits(self, top_only: bool, passing: bool = False) -> Tensor:
         rows = torch.arange(self.rows)
         pool = torch.zeros(2, 1, 2, HEADS, 32, SIZE, dtype=self.dtype)
         group = GroupPlan([[0, 1]], list(range(self.rows)))
-        return self.model.step(rows, rows, [0, self.rows], [self.rows], rows, [group], [pool], top_only)
+        return self.model.step(rows, rows, [0, self.rows], [self.rows], rows, [group], [pool], top_only, passing)
 
 
 def check(found: Tensor, full: Tensor) -> Tensor:
@@ -126,6 +128,25 @@ def test_where_integers_cannot_tell_all_of_it_is_computed(team: Team) -> None:
     assert model.model.rechecks.fallbacks == 5
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-19, 1e-24, 0.0])
+def test_rows_whose_squares_vanish_have_bounds_too(team: Team, dtype: torch.dtype, scale: float) -> None:
+    head = rand(0, 1, HIDDEN).expand(3000, HIDDEN) + rand(1, 3000, HIDDEN) * 1e-3
+    model = OneLayer(team, dtype, head.contiguous(), 5, final_norm=scale)
+    found, full = model.logits(top_only=True), model.logits(top_only=False)
+    check(found, full)
+    assert scale or torch.equal(found, full)
+
+
+def test_a_weight_without_bound_is_not_left_out_of_a_row_of_zeros(team: Team) -> None:
+    head = rand(0, 300, HIDDEN)
+    head[200, 5] = float("inf")
+    model = OneLayer(team, torch.float32, head, 2, final_norm=0.0)
+    found, full = model.logits(top_only=True), model.logits(top_only=False)
+    assert full[:, 200].isnan().all()
+    assert torch.equal(found.isnan(), full.isnan())
+
+
 def test_the_integers_alone_would_be_wrong() -> None:
     # were nothing computed again, these would choose otherwise: the recheck is what makes the result exact
     head, x = rand(0, 20000, HIDDEN), rand(1, 40, HIDDEN)
@@ -165,3 +186,17 @@ def test_without_a_quick_head_all_logits_are_there(team: Team) -> None:
     model = OneLayer(team, torch.bfloat16, rand(0, 5003, HIDDEN), 3, quick=False)
     assert torch.equal(model.logits(top_only=True), model.logits(top_only=False))
     assert model.model.rechecks.rows == 0
+
+
+def test_only_passing_logits_are_overwritten_by_the_next(team: Team) -> None:
+    model = OneLayer(team, torch.float32, rand(10, 700, HIDDEN), 3)
+    kept, passing = model.logits(top_only=False), model.logits(top_only=False, passing=True)
+    before = kept.clone()
+    assert torch.equal(passing, kept)
+    model.embedding.mul_(-1)
+    model.rows = 2
+    again = model.logits(top_only=False, passing=True)
+    assert again.shape[0] == 2
+    assert torch.equal(passing[:2], again)
+    assert not torch.equal(again, before[:2])
+    assert torch.equal(kept, before)

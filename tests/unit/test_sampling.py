@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import RowSampling, gumbel_all, sample
+from kernels.sampling import RowSampling, greedy_rows, gumbel_all, sample
 from kernels.sampling.adjustment import Adjustment, adjust
 from kernels.sampling.reference import survivors
 
@@ -29,6 +29,16 @@ def scaled(values: list[float]) -> np.ndarray:
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     assert draw([0.0, 3.0, 3.0, 1.0], temperature=0) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_rows_are_what_sample_takes_and_tell_what_is_not_finite(dtype: torch.dtype) -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = [[0.0, 3.0, 3.0], [-inf, -inf, -2.0], [9.0, nan, 1.0], [inf, 0.0, 0.0], [-inf] * 3]
+    assert greedy_rows(torch.tensor(rows, dtype=dtype)) == [1, 2, -1, -1, -1]
+    many = torch.randn(7, 5000, generator=torch.Generator().manual_seed(3)).round(decimals=1).to(dtype)
+    assert greedy_rows(many) == sample(many, [row(temperature=0)] * 7)
+    assert greedy_rows(torch.empty(0, 5, dtype=dtype)) == []
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-60])
