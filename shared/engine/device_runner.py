@@ -6,9 +6,10 @@ leaves them. Rows that were not finite are found when a step's tokens are read; 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -60,7 +61,7 @@ class DeviceRunner:
         self._graphs = graphs
         self._record_logits = record_logits
         self._slots = [self._slot(compute.inputs.numel()) for _ in range(compute.limits.depth + 2)]
-        self._launched = 0
+        self._turns = 0  # of the slots
         self._samples: dict[str, tuple[int, int]] = {}  # of the last step launched
         self._bad: frozenset[str] = frozenset()  # sequences of the last step read
 
@@ -80,23 +81,29 @@ class DeviceRunner:
             DeviceLost: also by what is returned.
         """
         start = time.perf_counter()
-        slot = self._slots[self._launched % len(self._slots)]
+        slot = self._slots[self._turns % len(self._slots)]
+        self._turns += 1  # also where the launch fails half-way: the device may still read what was written
         slot.free.acquire()
         try:
-            mark = self._launch(plan, slot)
-        except BaseException as exc:
+            with _lost(f"before step {plan.step}"):
+                mark = self._launch(plan, slot)
+        except BaseException:
             slot.free.release()
-            if isinstance(exc, torch.AcceleratorError):
-                raise DeviceLost(f"the device failed before step {plan.step}: {exc}") from exc
             raise
-        self._launched += 1
         self._samples = _rows_drawn(plan)
         return partial(self._read, plan, slot, mark, start)
 
-    def zero_block(self, group: int, block_id: int) -> None:
-        """Overwrite a block with zeros, before any step launched later."""
-        with self._stream.use(), torch.inference_mode():
-            self._compute.pools[group][block_id].zero_()
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """Launch overwriting (group, block id) with zeros, before any step launched later; what is returned waits.
+
+        Raises:
+            DeviceLost: also by what is returned.
+        """
+        with _lost("zeroing blocks"), self._stream.use(), torch.inference_mode():
+            for group, block_id in blocks:
+                self._compute.pools[group][block_id].zero_()
+            mark = self._stream.mark()
+        return partial(_wait, mark)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, slot: _Slot) -> Mark:
@@ -125,11 +132,10 @@ class DeviceRunner:
         """Wait for a step and read its tokens."""
         before, self._bad = self._bad, frozenset(sequence.seq_id for sequence in plan.sequences)
         try:
-            mark.wait()
+            with _lost(f"in step {plan.step}"):
+                mark.wait()
             num_logits = sum(sequence.num_logits for sequence in plan.sequences)
             tokens, finite = slot.outputs[:, :num_logits].tolist()
-        except torch.AcceleratorError as exc:
-            raise DeviceLost(f"the device failed in step {plan.step}: {exc}") from exc
         finally:
             slot.free.release()
         sampled: list[tuple[int, ...]] = []
@@ -154,6 +160,19 @@ class DeviceRunner:
             for i in range(sequence.num_logits):
                 self._record_logits(sequence.seq_id, end - sequence.num_logits + i, logits[row].float().cpu())
                 row += 1
+
+
+@contextlib.contextmanager
+def _lost(when: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.AcceleratorError as exc:
+        raise DeviceLost(f"the device failed {when}: {exc}") from exc
+
+
+def _wait(mark: Mark) -> None:
+    with _lost("zeroing blocks"):
+        mark.wait()
 
 
 def _rows_drawn(plan: StepPlan) -> dict[str, tuple[int, int]]:

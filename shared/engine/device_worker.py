@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from kernels.rotary.triton_kernel import BLOCK_SIZES
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.engine.device_compute import StepLimits
@@ -47,6 +48,9 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
     Raises:
         SettingsError: model, pool or folder can't be used, or the GPU has no room.
     """
+    if options.block_size not in BLOCK_SIZES:
+        sizes = ", ".join(map(str, BLOCK_SIZES))
+        raise SettingsError(f"block_size {options.block_size} has no GPU kernels, only {sizes}", param="kv.block_size")
     device = torch.device("cuda", torch.cuda.current_device())
     options.kv_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in sweep(options.kv_dir):
@@ -96,9 +100,9 @@ class DeviceSteps:
             self._end(1)
             raise
 
-    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
-        for group, block_id in blocks:
-            self._steps.runner.zero_block(group, block_id)
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> Callable[[], object]:
+        pending = self._or_end(lambda: self._steps.runner.zero_blocks(blocks))
+        return lambda: self._or_end(pending)
 
 
 def _fitted(

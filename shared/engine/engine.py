@@ -2,7 +2,7 @@
 
     planner    owns the batcher and its block pool; runs posted commands between steps, without waiting for one
     executor   runs the runner, one step after the other; owns nothing
-    collector  waits for steps that a runner only launched, in their order, while the executor launches the next
+    collector  waits for what a runner only launched, in its order, while the executor launches the next
 
 Everything reaches the planner through one inbox, so it sleeps when there is nothing to do and no wake-up is lost.
 """
@@ -39,8 +39,8 @@ class Runner(Protocol):
         """Compute one step, or launch it. Anything raised, here or by the wait, ends its sequences with an error."""
         ...
 
-    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Overwrite (group, block id) with zeros."""
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> Callable[[], object] | None:
+        """Overwrite (group, block id) with zeros; or launch it before any later step, and return what waits for it."""
         ...
 
 
@@ -62,6 +62,12 @@ class _Launched:
     plan: StepPlan
     result: StepOutput | Exception | PendingStep
     started: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeroing:
+    blocks: Blocks
+    wait: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class Engine:
         self._idle_tick_s = idle_tick_s
         self._inbox: queue.SimpleQueue[_Command | _Done | _Zeroed | _Stop] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[StepPlan | Blocks | _Stop] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[_Launched | _Stop] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Launched | _Zeroing | _Stop] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _closed against a command posted while the planner leaves
         self._closed = False
         self._stopping = False
@@ -296,7 +302,7 @@ class Engine:
                 case StepPlan():
                     self._run(work)
                 case _:
-                    self._inbox.put(self._zero(work))
+                    self._zero(work)
 
     def _run(self, plan: StepPlan) -> None:
         """Run a step without the rows that a step planned before it, and failed since, should have fed."""
@@ -324,6 +330,17 @@ class Engine:
             assert isinstance(result, StepOutput | Exception)
             self._inbox.put(_Done(plan, result, time.perf_counter() - started))
 
+    def _zero(self, blocks: Blocks) -> None:
+        try:
+            wait = self._runner.zero_blocks(blocks)
+        except Exception as exc:
+            self._inbox.put(_Zeroed(blocks, exc))
+            return
+        if wait is None:
+            self._inbox.put(_Zeroed(blocks, None))
+        else:  # until then they are nobody's: whoever gets them may fill them by another way than a step
+            self._launched.put(_Zeroing(blocks, wait))
+
     def _note_broken(self, plan: StepPlan) -> None:
         self._broken.append((plan.step, frozenset(row.seq_id for row in plan.sequences)))
 
@@ -332,6 +349,9 @@ class Engine:
     def _collect_loop(self) -> None:
         last_end = 0.0
         while not isinstance(launched := self._launched.get(), _Stop):
+            if isinstance(launched, _Zeroing):
+                self._inbox.put(_zeroed(launched.blocks, launched.wait))
+                continue
             result = launched.result
             if not isinstance(result, StepOutput | Exception):
                 try:
@@ -344,14 +364,13 @@ class Engine:
             self._inbox.put(_Done(launched.plan, result, end - max(launched.started, last_end)))
             last_end = end
 
-    # ------------------------------------------------------------------------------------- executor thread
 
-    def _zero(self, blocks: Blocks) -> _Zeroed:
-        try:
-            self._runner.zero_blocks(blocks)
-        except Exception as exc:
-            return _Zeroed(blocks, exc)
-        return _Zeroed(blocks, None)
+def _zeroed(blocks: Blocks, wait: Callable[[], object]) -> _Zeroed:
+    try:
+        wait()
+    except Exception as exc:
+        return _Zeroed(blocks, exc)
+    return _Zeroed(blocks, None)
 
 
 def _widen(plan: StepPlan, part: StepOutput, sound: tuple[int, ...]) -> StepOutput:

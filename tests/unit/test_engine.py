@@ -323,6 +323,13 @@ class Launcher(Gate):
 
     refuse: Callable[[StepPlan], bool] = staticmethod(lambda plan: False)
 
+    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> Any:
+        return lambda: self.zero_later(blocks)
+
+    def zero_later(self, blocks: Sequence[tuple[int, int]]) -> None:
+        assert self.open.wait(WAIT_S)
+        self.log.append(f"zero {len(blocks)}")
+
 
 @pytest.fixture
 def launcher() -> Iterator[Harness]:
@@ -353,3 +360,27 @@ def test_a_launched_step_that_fails_ends_its_sequences_and_no_others(launcher: H
     setattr(launcher.runner, how, lambda plan: False)
     launcher.call(lambda batcher: batcher.reserve(make_spec("good", 5, max_tokens=4)))
     assert launcher.wait_ends(2)["good"] == "length"
+
+
+def test_blocks_whose_zeroing_was_launched_are_held_until_it_has_ended(launcher: Harness) -> None:
+    launcher.runner.open.clear()
+    launcher.call(lambda b: b.reserve(make_spec("a", prompt=6, compute_only=True)))
+    assert launcher.runner.launched.acquire(timeout=WAIT_S)  # type: ignore[attr-defined]
+    assert launcher.call(lambda b: len(b._zeroing)) == 1
+    launcher.runner.open.set()
+    assert launcher.wait_ends(1) == {"a": "computed"}
+    assert launcher.runner.log == ["zero 1", "step 1"]
+    launcher.call(lambda b: b.unpin("a"))
+    launcher.wait_idle()
+
+
+def test_blocks_whose_zeroing_fails_later_stay_held(launcher: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(blocks: Sequence[tuple[int, int]]) -> None:
+        raise RuntimeError("no cleaner")
+
+    monkeypatch.setattr(launcher.runner, "zero_later", broken)
+    launcher.call(lambda b: b.reserve(make_spec("a", prompt=6, compute_only=True)))
+    launcher.wait_ends(1)
+    launcher.call(lambda b: b.cancel("a"))
+    assert [c.used for c in launcher.call(lambda b: b.pool.counts)] == [2]
+    assert [str(error) for error in launcher.errors] == ["no cleaner"]

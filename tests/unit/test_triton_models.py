@@ -262,6 +262,32 @@ def test_what_a_plan_names_is_checked_before_a_launch(tiny: DeviceDecoder) -> No
     assert runs.run(ScheduledSequence("a", 0, (5,), (BLOCKS[0],), 1, GREEDY)).bad_rows == frozenset()
 
 
+def test_a_launch_that_fails_half_way_keeps_the_inputs_the_device_may_still_read(
+    tiny: DeviceDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    runs = Runs(tiny)
+    inputs = runs.runner._slots[0].inputs
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.runner._compute, "mixed", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            runs.run(part("a", [5, 9], 0, BLOCKS[0]))
+    sent = inputs.clone()
+    assert bool(sent.any())
+    assert runs.run(part("b", [8], 0, BLOCKS[1])).bad_rows == frozenset()
+    assert torch.equal(inputs, sent)
+
+
+def test_blocks_are_zeroed_and_no_others(tiny: DeviceDecoder) -> None:
+    runs = Runs(tiny)
+    runs.runner.zero_blocks([(0, 3), (0, 9)])()
+    zeroed = (runs.pool == 0).flatten(1).all(1)
+    assert zeroed.nonzero().flatten().tolist() == [3, 9]
+    assert bool(torch.isnan(runs.pool[~zeroed]).all())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_captured_steps_draw_the_tokens_of_launched_ones(tiny: DeviceDecoder) -> None:
