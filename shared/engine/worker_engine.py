@@ -62,6 +62,8 @@ class WorkerOptions:
     block_size: int = 32  # token slots
     pool_bytes: int = 512 * 1024 * 1024  # 0: on a GPU what is left, else DEFAULT_POOL_BYTES
     token_budget: int = 512  # most tokens in a step
+    lone_token_budget: int = 0  # most tokens in a step in which nothing decodes, if larger; not on a GPU
+    itl_target_s: float = 0.0  # how long a step may take while sequences decode; 0 = no matter
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     max_num_seqs: int = 32
     depth: int = 1
@@ -131,6 +133,8 @@ class WorkerEngine:
         o = self.options
         config = BatcherConfig(
             token_budget=o.token_budget,
+            lone_token_budget=o.lone_token_budget,
+            itl_target_s=o.itl_target_s,
             max_num_seqs=o.max_num_seqs,
             chunk_size=o.chunk_size,
             depth=o.depth,
@@ -184,13 +188,16 @@ class WorkerEngine:
 
     def stop(self, timeout_s: float) -> None:
         """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
-        if self.engine.stop(timeout_s):
+        stopped = self.engine.stop(timeout_s)
+        if stopped:
             self.on_stop()
         else:
             log.error("the engine did not stop within %.1f s", timeout_s)
         if self.share is not None:
             self.share.close()
-        self.pool.close()
+        # a GPU's memory is freed behind the step that hangs: it goes with the process instead
+        if stopped or self.options.device != "cuda":
+            self.pool.close()
 
     def _observe(self, observation: StepObservation) -> None:
         if self._calibrating:

@@ -14,6 +14,9 @@ from torch import Tensor
 from shared.contracts.errors import Internal, Unavailable
 
 HANDLE_BYTES = 64
+PAGE_BYTES = 2 * 1024 * 1024
+"""What the driver gives memory by. A smaller allocation may share its page with others, and its handle would open those
+to whoever maps it ("cudaIpcGetMemHandle" in the CUDA runtime API)."""
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
 
@@ -73,7 +76,7 @@ class _Array:
 
 
 def allocate(size: int, device: torch.device) -> DeviceMemory:
-    """Allocate `size` bytes, zeroed.
+    """Allocate `size` bytes, zeroed, on pages of their own.
 
     Raises:
         OutOfDeviceMemory: there is no such room.
@@ -81,7 +84,7 @@ def allocate(size: int, device: torch.device) -> DeviceMemory:
     pointer = ctypes.c_uint64()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the context current
-        _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+        _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(-(-size // PAGE_BYTES) * PAGE_BYTES))
     memory = DeviceMemory(pointer.value, size, device, mapped=False)
     memory.tensor().zero_()
     torch.cuda.synchronize(device)  # streams that use it wait for no other

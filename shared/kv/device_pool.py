@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from shared.contracts.errors import Internal, SettingsError, Unavailable
 from shared.contracts.ids import WorkerId, is_id
-from shared.kv.device_memory import DeviceMemory, allocate
+from shared.kv.device_memory import HANDLE_BYTES, DeviceMemory, allocate
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.kv.pool_file import SUFFIX, make_locked
 
@@ -28,10 +29,10 @@ MAX_FILE_BYTES = 4096
 class PoolHandle(msgspec.Struct, frozen=True):
     """What a pool's file says: by what its memory is mapped, how large it is, and on which GPU it lies."""
 
-    ipc_handle: bytes
+    ipc_handle: Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
     total_bytes: int
     device_uuid: str
-    num_blocks: tuple[int, ...]  # per layer group
+    num_blocks: tuple[Annotated[int, msgspec.Meta(ge=1)], ...]  # per layer group
 
 
 class DevicePool:

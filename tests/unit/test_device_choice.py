@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import kernels.testing  # noqa: F401 - decides how Triton's kernels are made, be
 # isort: split
 from kernels.dispatch import UnknownKernels, choose, choose_device
 from shared.contracts.errors import SettingsError, Unavailable
+from shared.contracts.ids import WorkerId
 from shared.engine.device_runner import DeviceLost
 from shared.engine.device_sizing import MARGIN_BYTES, pool_budget
+from shared.engine.device_stream import DeviceStream
 from shared.engine.device_worker import DeviceSteps
 from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerOptions, open_worker_engine
+from shared.kv import device_memory
 from shared.kv.device_pool import PoolHandle, read_handle, span_of
 from shared.kv.device_transfer import zero_rest_on_device
 from shared.kv.layout import LayerGroup, PoolLayout
@@ -93,7 +97,9 @@ def test_a_file_that_is_no_device_pools_is_told(tmp_path: Path) -> None:
 
     path = tmp_path / "x.kvpool"
     handle = PoolHandle(b"h" * 64, 8, "GPU-1", (2,))
-    for data, good in ((msgspec.msgpack.encode(handle), True), (b"", False), (b"\x00" * 4096, False)):
+    wrong = (PoolHandle(b"h" * 63, 8, "GPU-1", (2,)), PoolHandle(b"h" * 64, 8, "GPU-1", (0,)))
+    bad = [b"", b"\x00" * 4096, *map(msgspec.msgpack.encode, wrong)]
+    for data, good in ((msgspec.msgpack.encode(handle), True), *((data, False) for data in bad)):
         path.write_bytes(data)
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -134,15 +140,39 @@ class Lost:
             return self.fail
         return self.fail()
 
+    zero_blocks = run
+
     def fail(self) -> Any:
         raise DeviceLost("gone")
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_worker_ends_with_its_device(later: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("what", ["step", "zeroing"])
+def test_a_worker_ends_with_its_device(what: str, later: bool, caplog: pytest.LogCaptureFixture) -> None:
     ended: list[int] = []
     steps = DeviceSteps(Lost(later), ended.append)  # type: ignore[arg-type]
     with pytest.raises(DeviceLost):
-        steps.run(StepPlan(1, ()))()  # type: ignore[operator]
+        steps.run(StepPlan(1, ()))() if what == "step" else steps.zero_blocks([(0, 1)])()  # type: ignore[operator]
     assert ended == [1]
     assert "gone; the worker ends" in caplog.text
+
+
+def test_a_pools_memory_shares_no_page_with_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: DeviceStream(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(device_memory.DeviceMemory, "tensor", lambda self: torch.empty(self.size, dtype=torch.uint8))
+    monkeypatch.setattr(device_memory, "_call", lambda name, pointer, size: asked.append(size.value))
+    for size, pages in ((1, 1), (2 << 20, 1), ((2 << 20) + 1, 2)):
+        assert device_memory.allocate(size, torch.device("cuda", 0)).size == size
+        assert asked.pop() == pages * (2 << 20)
+
+
+def test_a_block_size_without_kernels_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Card(monkeypatch)
+    with pytest.raises(SettingsError, match="block_size 48 has no GPU kernels, only 8, 16, 32, 64, 128") as caught:
+        open_worker_engine(WorkerOptions(tmp_path, tmp_path, device="cuda", block_size=48), WorkerId("decode-1"))
+    assert caught.value.param == "kv.block_size"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shared.contracts.ids import WorkerId
+from shared.contracts.sampling import SamplingParams
 from shared.engine import worker_engine
+from shared.engine.sequence import SequenceSpec
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepTimeModel, context_of
 from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions
@@ -76,3 +79,21 @@ def test_a_worker_does_not_wait_for_its_turn_for_ever(tmp_path: Path, monkeypatc
         worker.start()
     assert worker.step_model.base_s > 0
     worker.stop(2)
+
+
+@pytest.mark.parametrize(("device", "closed"), [("cpu", True), ("cuda", False)])
+def test_a_gpus_pool_is_left_to_the_process_while_a_step_hangs(tmp_path: Path, device: str, closed: bool) -> None:
+    worker = make_worker(tmp_path, "decode-1", Machine())
+    worker.options = replace(worker.options, device=device)
+    stops: list[str] = []
+    worker.on_stop = lambda: stops.append("graphs")
+    worker.pool.close = lambda: stops.append("pool")  # type: ignore[method-assign]
+    go_on = threading.Event()
+    worker.engine.start()
+    worker.runner.run = lambda plan: go_on.wait(10)  # type: ignore[assignment,method-assign]
+    spec = SequenceSpec("s", (1, 2), 2, SamplingParams(max_tokens=1))
+    worker.engine.call(lambda batcher: batcher.reserve(spec)).result(10)
+    worker.stop(0.05)
+    assert stops == (["pool"] if closed else [])
+    go_on.set()
+    assert worker.engine.stop(10)
