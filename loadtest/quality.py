@@ -78,7 +78,7 @@ class Sums:
 
     def add(self, reference: Tensor, logits: Tensor) -> None:
         """Compare rows, both [positions, vocab_size]. Raises Internal where a logit is not finite."""
-        for wanted, found in zip(reference.split(ROWS), logits.split(ROWS), strict=True):
+        for wanted, found in zip(torch.split(reference, ROWS), torch.split(logits, ROWS), strict=True):
             p, q = (rows.log_softmax(dim=1) for rows in (wanted, found))
             kl = float((p.exp() * (p - q)).sum(dtype=torch.float64))
             if not abs(kl) < float("inf"):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -19,9 +20,12 @@ from services.cli import doctor, doctor_stack, environment
 from services.cli.doctor import FAIL, GIB, OK, SKIP, WARN
 from services.cli.state import StackRecord
 from shared.contracts.errors import SettingsError
+from shared.model.digest import model_digest
+from shared.model.quality_gate import Configuration, Record, SetFigures, keep_record, own_results
 from shared.settings.load import ROOT
 from shared.settings.models import served_models
 from shared.settings.sections import EngineSettings, GatewaySettings, ModelSettings, Settings
+from tests.tiny_models import make_tiny_model
 
 
 def test_machine_and_python() -> None:
@@ -115,6 +119,35 @@ def test_whether_the_native_kernels_can_be_had(tmp_path: Path) -> None:
     found = doctor_stack.kernels(Settings(), {**env, "PATH": f"{tmp_path}:/bin"})
     assert (found.verdict, found.detail) == (OK, f"native, {best.name}, by cc 1.2")
     assert "BATON_CPU_LEVEL=sse" in doctor_stack.kernels(Settings(), {**env, VARIABLE: "sse"}).detail
+
+
+def test_what_is_known_of_the_quality_of_what_would_compute(tmp_path: Path) -> None:
+    folder, env = make_tiny_model(tmp_path / "tiny"), {"BATON_CACHE": str(tmp_path), VARIABLE: "none"}
+
+    def found(dtype: Literal["auto", "bfloat16"], **engine: Any) -> doctor.Finding:
+        settings = Settings(
+            model=ModelSettings(path=str(folder), dtype=dtype), engine=EngineSettings(device="cpu", **engine)
+        )
+        return doctor_stack.quality(served_models(settings)[0], settings, env)
+
+    assert (found("auto").verdict, found("auto").detail[:24]) == (OK, "float32 on torch kernels")
+    asked = found("bfloat16")
+    assert (asked.verdict, asked.detail) == (
+        WARN,
+        "bfloat16 on torch kernels: quality never measured for this model",
+    )
+    assert asked.fix == (
+        f"./baton bench quality --model {folder} --kernels torch --dtype bfloat16 --quant none measures it"
+    )
+    for top1, verdict in ((0.99, OK), (0.5, WARN)):
+        configuration = Configuration("torch", "bfloat16")
+        sets = {"code": SetFigures(100, 0.001, top1)}
+        keep_record(own_results(tmp_path), Record(model_digest(folder), "tiny", configuration, "n", sets))
+        assert found("bfloat16").verdict == verdict
+        assert found("auto").detail.startswith("bfloat16" if verdict == OK else "float32")
+    assert found("auto", quant="int8").detail.startswith("int8 over float32 on native kernels")
+    (default,) = served_models(Settings())
+    assert doctor_stack.quality(default, Settings(), {"BATON_CACHE": str(tmp_path)}).verdict == SKIP
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
