@@ -236,7 +236,7 @@ def decode_workers(project: Project) -> set[str]:
 
 
 def restarts(project: Project) -> str:
-    """`down` leaves nothing running; the next `up` has the same keys and the same ledger."""
+    """`down` leaves nothing running; the next `up` has the same keys, the same ledger and the same packed weights."""
     project.up("--no-recreate", "--scale", "decode=1")
     key, before = project.api_key, until(lambda: settled(project), 30)
     began = time.monotonic()
@@ -247,10 +247,11 @@ def restarts(project: Project) -> str:
     project.up()
     assert project.api_key == key
     assert usage(project) == before
+    assert "packing weights" not in project.logs("prefill", "decode")
     project.ask("Good morning")
     after = until(lambda: usage(project) if usage(project) != before else None, 30)
     return (
-        f"down in {stopped_s:.1f} s with no container left; after up: same keys, "
+        f"down in {stopped_s:.1f} s with no container left; after up: same keys and packed weights, "
         f"{before['completion_tokens']} output tokens in the ledger, then {after['completion_tokens']}"
     )
 
