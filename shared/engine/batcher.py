@@ -20,6 +20,7 @@ from shared.contracts.parts import Totals
 from shared.engine.batching_policy import Batching, make_policy
 from shared.engine.block_room import BlockRoom, ReservationRefused, may_run, urgency
 from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
+from shared.engine.prompt_budget import prompt_budget
 from shared.engine.sequence import (
     CANCELLED,
     ERROR,
@@ -31,6 +32,7 @@ from shared.engine.sequence import (
 )
 from shared.engine.sequence_blocks import condemn
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
+from shared.engine.step_time import DEFAULT_MODEL
 from shared.kv.block_pool import BlockCounts, BlockPool, TagEvents
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import PoolLayout
@@ -45,6 +47,8 @@ class BatcherConfig:
     """Raises ValueError when a full set of decodes could leave no room for a prompt."""
 
     token_budget: int = 512  # most tokens in a step
+    lone_token_budget: int = 0  # most tokens in a step in which nothing decodes, if larger
+    itl_target_s: float = 0.0  # how long a step may take while sequences decode; see `prompt_budget`. 0 = no matter
     max_num_seqs: int = 32  # most live sequences, waiting for KV included
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     depth: int = 1  # steps that may be planned while one is in flight
@@ -56,6 +60,8 @@ class BatcherConfig:
     def __post_init__(self) -> None:
         if self.token_budget <= self.max_num_seqs:
             raise ValueError(f"a budget of {self.token_budget} tokens must exceed {self.max_num_seqs} sequences")
+        if self.itl_target_s < 0 or self.lone_token_budget < 0:
+            raise ValueError("the target of a token's latency and the lone token budget must not be negative")
         if min(self.max_num_seqs, self.quantum) < 1 or min(self.depth, self.chunk_size) < 0:
             raise ValueError("sequences and quantum must be positive, depth and chunk size not negative")
 
@@ -88,6 +94,7 @@ class Batcher:
     def __init__(self, layout: PoolLayout, config: BatcherConfig) -> None:
         self.config = config
         self.pool = BlockPool(layout)
+        self.step_model = DEFAULT_MODEL  # how long steps take, as far as is known; may be replaced any time
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
         self._fair = DeficitRoundRobin(config.quantum)
         size = min(config.batch_size, config.max_num_seqs)
@@ -235,13 +242,14 @@ class Batcher:
         scheduled = [
             seq.schedule(1, now) for seq in decodes if seq.num_pending_tokens == 1 and self._room.grows(seq, allowed)
         ]
-        chunk_size = self.config.chunk_size or self.config.token_budget
+        budget = self.config.token_budget if scheduled else max(self.config.token_budget, self.config.lone_token_budget)
+        chunk_size = self.config.chunk_size or budget
         wants = [
             PrefillWant(s.spec.seq_id, s.spec.tenant, s.spec.weight, min(s.num_pending_tokens, chunk_size))
             for s in self._sequences.values()
             if s.num_pending_tokens > 1 and may_run(s, allowed)
         ]
-        shares = self._fair.share(wants, self.config.token_budget - len(scheduled))
+        shares = self._fair.share(wants, self._prompt_budget(budget - len(scheduled), scheduled, wants))
         scheduled += [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
         if not scheduled:
             return None
@@ -377,6 +385,13 @@ class Batcher:
 
     def _num_live(self) -> int:
         return sum(1 for seq in self._sequences.values() if not seq.finish)
+
+    def _prompt_budget(self, most: int, decodes: Seq[ScheduledSequence], wants: Seq[PrefillWant]) -> int:
+        if not (wants and decodes and self.config.itl_target_s):
+            return most
+        context = sum(row.start + 1 for row in decodes)
+        start = max(self._sequences[want.seq_id].num_computed_tokens for want in wants)
+        return prompt_budget(self.step_model, self.config.itl_target_s, most, len(decodes), context, start)
 
     def _oldest(self, step: int) -> StepPlan:
         if not self._in_flight or self._in_flight[0].step != step:

@@ -124,6 +124,7 @@ class WorkerEngine:
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
     engine: Engine = field(init=False)
+    _batcher: Batcher = field(init=False)
     _fit: StepTimeFit = field(init=False, default_factory=StepTimeFit)
     _observed: list[StepObservation] = field(init=False, default_factory=list)
     _calibrating: bool = field(init=False, default=False)
@@ -142,8 +143,9 @@ class WorkerEngine:
             batch_size=o.batch_size,
             batch_window_s=o.batch_window_s,
         )
+        self._batcher = Batcher(self.facts.layout, config)
         self.engine = Engine(
-            Batcher(self.facts.layout, config),
+            self._batcher,
             self.runner,
             lambda updates: self.on_updates(updates),
             on_error=lambda error: log.error("engine: %s", error, exc_info=error),
@@ -172,7 +174,7 @@ class WorkerEngine:
         """
         self.engine.start()
         if self.facts.fake:
-            self._fit = StepTimeFit(fake_step_time(self.options.fake_speed))
+            self._learn(StepTimeFit(fake_step_time(self.options.fake_speed)))
             return
         self._calibrating = True
         self._run_steps([(1, 1)])
@@ -184,7 +186,7 @@ class WorkerEngine:
         self._calibrating = False
         _give_memory_back()
         if self._observed:
-            self._fit = fit_all(fastest(self._observed))
+            self._learn(fit_all(fastest(self._observed)))
 
     def stop(self, timeout_s: float) -> None:
         """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
@@ -206,7 +208,11 @@ class WorkerEngine:
         self.on_step(observation)
         self._steps += 1
         if observation.num_tokens > observation.num_seqs or self._steps % REFINE_EVERY == 0:
-            self._fit = self._fit.refine(observation)
+            self._learn(self._fit.refine(observation))
+
+    def _learn(self, fit: StepTimeFit) -> None:
+        self._fit = fit
+        self._batcher.step_model = fit.model
 
     def _run_steps(self, shapes: list[tuple[int, int]]) -> None:
         slots = self.facts.layout.num_blocks[0] * self.facts.layout.groups[0].block_size
@@ -307,7 +313,8 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         from shared.engine.device_worker import open_device_engine
         from shared.engine.worker_quality import on_gpu, with_quality
 
-        return with_quality(open_device_engine(on_gpu(replace(options, device=device)), worker))
+        on_device = on_gpu(replace(options, device=device, lone_token_budget=0))
+        return with_quality(open_device_engine(on_device, worker))
     return _open_real(replace(options, device=device, pool_bytes=options.pool_bytes or DEFAULT_POOL_BYTES), worker)
 
 

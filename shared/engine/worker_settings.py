@@ -41,6 +41,8 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         block_size=settings.kv.block_size,
         pool_bytes=settings.kv.pool_bytes,
         token_budget=budget,
+        lone_token_budget=engine.prefill_token_budget,
+        itl_target_s=engine.itl_target_ms / 1000 if role == "decode" else 0.0,
         chunk_size=engine.chunk_size,
         max_num_seqs=engine.max_sequences,
         depth=engine.depth,

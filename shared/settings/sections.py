@@ -73,7 +73,12 @@ class EngineSettings(Section):
     """One worker's step loop."""
 
     token_budget: int = Field(128, ge=1, description="most tokens in one step of a decode worker")
-    prefill_token_budget: int = Field(512, ge=1, description="most tokens in one step of a prefill worker")
+    prefill_token_budget: int = Field(
+        512, ge=1, description="most tokens in one step of a prefill worker, or of a CPU's while nothing decodes"
+    )
+    itl_target_ms: float = Field(
+        50.0, ge=0, description="longest step while tokens stream, milliseconds, kept by smaller chunks; 0: no limit"
+    )
     chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")
     depth: int = Field(1, ge=0, le=1, description="steps planned ahead of the one in flight")

@@ -39,20 +39,31 @@ def test_every_setting_of_the_step_loop_arrives(tmp_path: Path) -> None:
         batching="dynamic",
         batch_size="5",
         batch_window_s="0.25",
+        itl_target_ms="40",
+        prefill_token_budget="300",
     )
     assert (config.token_budget, config.chunk_size, config.max_num_seqs, config.depth) == (99, 17, 7, 0)
     assert (config.batching, config.batch_size, config.batch_window_s) == ("dynamic", 5, 0.25)
+    assert (config.itl_target_s, config.lone_token_budget) == (0.04, 300)
 
 
 def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path: Path) -> None:
     config, plain = batcher_config(tmp_path, "prefill"), BatcherConfig()
-    assert config.token_budget == 512
+    assert (config.token_budget, config.itl_target_s) == (512, 0.0)
+    assert batcher_config(tmp_path, "decode").itl_target_s == 0.05
     assert (config.batching, config.chunk_size, config.depth) == (plain.batching, plain.chunk_size, plain.depth)
     assert (config.batch_size, config.batch_window_s) == (plain.batch_size, plain.batch_window_s)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("batching", "best"), ("batch_size", "0"), ("batch_window_s", "-1"), ("chunk_size", "-1")]
+    ("name", "value"),
+    [
+        ("batching", "best"),
+        ("batch_size", "0"),
+        ("batch_window_s", "-1"),
+        ("chunk_size", "-1"),
+        ("itl_target_ms", "-1"),
+    ],
 )
 def test_a_setting_that_means_nothing_is_named(tmp_path: Path, name: str, value: str) -> None:
     with pytest.raises(SettingsError, match=f"engine.{name}"):
