@@ -5,6 +5,7 @@ Knows names and what the machine offers; knows nothing about models or settings 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 from dataclasses import dataclass
@@ -115,4 +116,13 @@ def _triton() -> KernelChoice:
     if why := "" if interpreted else _missing_for_cuda():
         raise UnknownKernels(f"kernels 'triton': {why}")
     where = "interpreted" if interpreted else "sm_{}{}".format(*torch.cuda.get_device_capability())
-    return KernelChoice("reference" if interpreted else "cublas", triton=f"{triton.__version__}-{where}")
+    build = f"{triton.__version__}-{where}-{triton_digest()}"
+    return KernelChoice("reference" if interpreted else "cublas", triton=build)
+
+
+def triton_digest(folder: Path = Path(__file__).parent) -> str:
+    """16 hex digits of all that decides what the Triton kernels under `folder` compute: their sources and launches."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/triton_*.py")]):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ import torch
 import kernels.testing  # noqa: F401 - decides how Triton's kernels are made, before they are imported
 
 # isort: split
-from kernels.dispatch import UnknownKernels, choose, choose_device
+from kernels.dispatch import UnknownKernels, choose, choose_device, triton_digest
 from shared.contracts.errors import SettingsError, Unavailable
 from shared.contracts.ids import WorkerId
 from shared.engine.device_runner import DeviceLost
@@ -176,3 +176,17 @@ def test_a_block_size_without_kernels_is_refused_before_anything_is_loaded(
     with pytest.raises(SettingsError, match="block_size 48 has no GPU kernels, only 8, 16, 32, 64, 128") as caught:
         open_worker_engine(WorkerOptions(tmp_path, tmp_path, device="cuda", block_size=48), WorkerId("decode-1"))
     assert caught.value.param == "kv.block_size"
+
+
+def test_a_changed_triton_kernel_is_another_build(tmp_path: Path) -> None:
+    (tmp_path / "norm").mkdir()
+    kernel = tmp_path / "norm" / "triton_kernel.py"
+    found = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        kernel.write_text(text)
+        found.append(triton_digest(tmp_path))
+    (tmp_path / "norm" / "cpu_kernel.h").write_text("another file")
+    assert found[0] == found[2] == triton_digest(tmp_path) != found[1]
+    kernel.rename(tmp_path / "norm" / "triton_other.py")
+    assert triton_digest(tmp_path) != found[0]
+    assert choose("triton").build.endswith(f"-{triton_digest()}-reference")
