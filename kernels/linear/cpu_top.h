@@ -5,13 +5,17 @@
  * real product and A the sum of the two, |E - A| <= D |v| + X |w - v| + rounding, where X is the norm of x, D bounds that
  * of what is still missed, v are the values of an output's integers and w its weights. The largest lower bound A - |E - A|
  * of any output is at most the largest E, so a block whose upper bounds are all below it holds no largest one, nor its
- * equal. Other logits become minus infinity. A row that is not finite has no bounds: all of it is computed. */
+ * equal. Other logits become minus infinity. A row that is not finite or very large has no bounds: all of it is
+ * computed. */
 #ifndef BATON_TOP_H
 #define BATON_TOP_H
+
+#include <float.h>
 
 #include "linear/cpu_kernel.h"
 
 enum { SLICE = 64 }; /* blocks of outputs that one item looks at */
+static const double MOST_NORM = 1e15; /* of a row or an output: products of two stay far below the largest float */
 
 typedef struct {
     const baton_linear *head, *quick;
@@ -56,13 +60,16 @@ static void NAME(split_item)(const void *argument, long row, int thread) {
     lanes squares = zeros(), missed = zeros();
     for (long k = 0; k < in; k += size)
         NAME(split_group)(x + k, smaller(size, in - k), pair + p->x_stride + k, &squares, &missed);
-    const double norm = sqrt(sum_lanes(squares)), lost = sqrt(sum_lanes(missed));
+    /* squares of small values may have become zero: each lost less than FLT_MIN, which also keeps norms above it */
+    const double smallest = (double)in * FLT_MIN;
+    const double norm = sqrt(sum_lanes(squares) + smallest), lost = sqrt(sum_lanes(missed) + smallest);
     /* a group's values are missed by half a step, the largest over 127, and by their rounding to elements before */
-    const double still = lost * (sqrt((double)size) / 254 + 1.0 / 256) + 1e-27;
+    const double still = lost * (sqrt((double)size) / 254 + 1.0 / 256);
     /* more than the sums, the squares and the bounds themselves can lose to rounding */
     const double rounding = (double)(in + 64) / (1 << 22) * (norm + lost);
-    p->factors[2 * row] = (float)((still + rounding) * 1.001);
-    p->factors[2 * row + 1] = (float)((norm + rounding) * 1.001);
+    const int bounded = norm < MOST_NORM;
+    p->factors[2 * row] = bounded ? (float)((still + rounding) * 1.001) : INFINITY;
+    p->factors[2 * row + 1] = bounded ? (float)((norm + rounding) * 1.001) : INFINITY;
     p->rechecked[row] = 0;
 }
 
