@@ -40,6 +40,8 @@ SETTINGS = {
     "kv.block_size": "16",
     "kv.pool_bytes": str(128 * 64),  # 128 blocks, 2,048 tokens of a fake's 4 bytes each
     "policy.analysis_budget_s": "1",
+    # who listens to every subject answers for the dead too: that a worker is gone shows by its silence alone
+    "scheduler.worker_timeout_s": "4",
 }
 BYSTANDER_TOKENS = 400
 
