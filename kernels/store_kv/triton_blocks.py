@@ -145,8 +145,11 @@ def _words(name: str, tensor: Tensor) -> Tensor:
     if tensor.ndim < 2 or tensor.shape[0] == 0:
         return tensor.new_empty((0, 0), dtype=torch.int32)
     size = tensor[0].numel() * tensor.itemsize
-    if size % 4 or size // 4 > _CHUNK * _MOST_CHUNKS:
-        raise KernelArgumentError(f"{name} of shape {list(tensor.shape)} has blocks of {size} bytes, no multiple of 4")
+    most = 4 * _CHUNK * _MOST_CHUNKS
+    if size % 4 or size > most:
+        raise KernelArgumentError(
+            f"{name} of shape {list(tensor.shape)} has blocks of {size} bytes, expected a multiple of 4 up to {most}"
+        )
     return tensor.view(tensor.shape[0], -1).view(torch.uint8).view(torch.int32)
 
 

@@ -308,8 +308,6 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         return open_fake(options, worker)
     device = _device(options)
     if device == "cuda":
-        if options.quant != "none":
-            raise SettingsError(f"quant {options.quant!r} is of the CPU's native kernels", param="engine.quant")
         from shared.engine.device_worker import open_device_engine
         from shared.engine.worker_quality import on_gpu, with_quality
 
