@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.stack.running import MODEL, Baton, until
 
 END_S = 60.0
 """Every client has its end within this, whatever died."""
+RESUME_S = 60.0
+"""On an idle machine 10 s are promised (docs/results/resume.txt); here others may compute."""
 TOKENS = 600
 
 
@@ -68,6 +71,15 @@ class Stream:
         found = self._done.exception(END_S)
         assert isinstance(found, Exception), f"ended with {self.finish!r}"
         return found
+
+
+def resumed_after_s(stream: Stream, killed: float) -> float:
+    """Seconds from the kill to the first piece that came from another worker: the end of the longest silence.
+
+    The last piece may have come just before the kill was seen.
+    """
+    gaps = [(after - before, after) for before, after in pairwise(stream.times) if after > killed]
+    return max(gaps)[1] - killed if gaps else 0.0
 
 
 def kill(stack: Baton, pid: int) -> None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import pytest
 
 from tests.stack.running import Baton
-from tests.stack.streams import Stream, kill, recovered
+from tests.stack.streams import RESUME_S, Stream, kill, recovered, resumed_after_s
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9}
-RESUME_S = 60.0
-"""On an idle machine 10 s are promised (docs/results/resume.txt); here others may compute."""
 
 
 def begin(stack: Baton, count: int, max_tokens: int) -> list[Stream]:
@@ -23,15 +20,6 @@ def begin(stack: Baton, count: int, max_tokens: int) -> list[Stream]:
         Stream(stack, f"Story number {i}: once upon a time", max_tokens, i, **(GREEDY if i % 2 else SEEDED))
         for i in range(count)
     ]
-
-
-def resumed_after_s(stream: Stream, killed: float) -> float:
-    """Seconds from the kill to the first piece that came from another worker: the end of the longest silence.
-
-    The last piece may have come just before the kill was seen.
-    """
-    gaps = [(after - before, after) for before, after in pairwise(stream.times) if after > killed]
-    return max(gaps)[1] - killed if gaps else 0.0
 
 
 def kill_and_compare(stack: Baton, count: int, max_tokens: int) -> list[float]:
@@ -47,6 +35,7 @@ def kill_and_compare(stack: Baton, count: int, max_tokens: int) -> list[float]:
     return [resumed_after_s(stream, killed) for stream in streams]
 
 
+@pytest.mark.long  # OP-06 has one of each in every run
 def test_a_greedy_and_a_seeded_stream_go_on(stack: Baton) -> None:
     waits = kill_and_compare(stack, 2, 60)
     print(f"\nfirst resumed token after {', '.join(f'{wait:.1f} s' for wait in waits)}")
