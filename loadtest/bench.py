@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "kind",
         choices=("smoke", "batching", "engine", "peers", "quality", "host"),
-        help="one configuration, the three batching policies; engine and peers have options of their own (--help)",
+        help="one configuration, the three batching policies; the others have options of their own (--help)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and lengths (default 1)")
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="requests a round")

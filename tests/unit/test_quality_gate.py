@@ -167,3 +167,10 @@ def test_a_model_is_loaded_as_its_record_says(
     options = WorkerOptions(model_dir=folder, kv_dir=tmp_path, dtype=AUTO)
     assert on_gpu(options).dtype == "float32"
     assert on_gpu(replace(options, dtype="bfloat16")).dtype == "bfloat16"
+
+
+@pytest.mark.model
+def test_the_default_model_is_the_one_that_was_measured(default_model_dir: Path, tmp_path: Path) -> None:
+    gate, digest = open_gate(tmp_path), model_digest(default_model_dir)
+    assert gate.default_dtype(digest, "native") == "bfloat16"
+    assert gate.default_dtype(digest, "torch") == "float32"
