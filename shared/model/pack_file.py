@@ -118,7 +118,7 @@ def _read_head(file: BinaryIO, file_bytes: int, what: Mapping[str, str], plan: A
     try:
         head = json.loads(_read(file, length))
         found, pieces, size, digest = head["what"], head["pieces"], head["size"], head["digest"]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise Damaged("its head cannot be read") from exc
     if found != dict(what):
         raise Damaged("it holds other weights")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -12,12 +13,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kernels.dispatch import choose
+from kernels.native import abi, cpu, trial
 from kernels.native import compiler as native_compiler
-from kernels.native import cpu
 from kernels.native.build import Built, compile_library, ensure_library
 from kernels.native.compiler import Compiler, NativeUnavailable, NoCompiler, find_compiler
 from kernels.native.cpu import LEVELS, NEEDED, VARIABLE, best_level, machine_level, parse_flags
@@ -285,6 +287,27 @@ def test_a_library_that_does_not_work_is_refused_in_one_line(
         ensure_library(tmp_path / "kept", level(), compiler.env)
     assert "\n" not in str(caught.value)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("form", [abi.FORMAT_INT8, abi.FORMAT_INT4])
+def test_a_trial_looks_at_products_of_integers(
+    built: Built, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: int
+) -> None:
+    assert trial.main(built.path) == 0
+
+    class Broken:
+        """Leaves out the packing of one format."""
+
+        def __init__(self, library: ctypes.CDLL) -> None:
+            self._library = abi.declare(library)
+
+        def __getattr__(self, name: str) -> Any:
+            whole = getattr(self._library, name)
+            return (lambda *a: 0 if a[-2] == form else whole(*a)) if name.startswith("baton_pack_integers") else whole
+
+    monkeypatch.setattr(trial, "declare", Broken)
+    assert trial.main(built.path) == 1
+    assert f"bfloat16, format {form}: code 0, sums" in capsys.readouterr().err
 
 
 def test_a_folder_of_others_is_not_loaded_from(tmp_path: Path, built: Built) -> None:
