@@ -271,9 +271,9 @@ class Batcher:
         plan = self._oldest(output.step)
         _require_fit(plan, output)
         self._in_flight.popleft()
+        token_s = output.duration_s / plan.num_tokens
         for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
-            share_s = output.duration_s * len(row.token_ids) / plan.num_tokens
-            self._commit_row(row, sampled, share_s, bad=i in output.bad_rows)
+            self._commit_row(row, sampled, token_s * len(row.token_ids), bad=i in output.bad_rows)
         return self.take_updates()
 
     def fail_step(self, step: int, detail: str) -> list[SequenceUpdate]:

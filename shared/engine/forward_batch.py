@@ -118,11 +118,12 @@ def _is_greedy(sampling: SamplingParams | None) -> bool:
 
 def _group_batch(plan: StepPlan, index: int, group: LayerGroup, padding: int) -> GroupBatch:
     slots: list[int] = []
+    size = group.block_size
     for sequence in plan.sequences:
-        table = sequence.block_tables[index]
-        for position in range(sequence.start, sequence.start + len(sequence.token_ids)):
-            block, offset = divmod(position, group.block_size)
-            slots.append(table[block] * group.block_size + offset if position >= sequence.stored_from else -1)
+        table, start, end = sequence.block_tables[index], sequence.start, sequence.start + len(sequence.token_ids)
+        first = min(max(start, sequence.stored_from), end)
+        slots.extend([-1] * (first - start))
+        slots.extend([table[position // size] * size + position % size for position in range(first, end)])
     tables = tuple(sequence.block_tables[index] for sequence in plan.sequences)
     return GroupBatch(tables, tuple(slots) + (-1,) * padding)
 
@@ -134,9 +135,10 @@ def check_sequence(sequence: ScheduledSequence, groups: Sequence[LayerGroup]) ->
         raise ValueError(f"{sequence.seq_id}: {num_tokens} tokens with {sequence.num_logits} logit rows")
     if len(sequence.block_tables) != len(groups):
         raise ValueError(f"{sequence.seq_id}: {len(sequence.block_tables)} block tables for {len(groups)} layer groups")
-    known = sequence.token_ids.index(IN_FLIGHT) if IN_FLIGHT in sequence.token_ids else num_tokens
-    if any(token_id != IN_FLIGHT for token_id in sequence.token_ids[known:]):
-        raise ValueError(f"{sequence.seq_id}: a known token follows one in flight")
+    if num_tokens > 1 and IN_FLIGHT in sequence.token_ids:
+        known = sequence.token_ids.index(IN_FLIGHT)
+        if any(token_id != IN_FLIGHT for token_id in sequence.token_ids[known:]):
+            raise ValueError(f"{sequence.seq_id}: a known token follows one in flight")
     for table, group in zip(sequence.block_tables, groups, strict=True):
         if len(table) < group.blocks_for(sequence.start + num_tokens):
             raise ValueError(f"{sequence.seq_id}: {len(table)} blocks do not cover the sequence in group {group.name}")

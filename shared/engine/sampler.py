@@ -53,7 +53,9 @@ def sample_greedily(
     is not the largest, it is the largest that tells.
     """
     best = greedy_rows(logits)
-    bad = skip | {i for i, span in enumerate(ranges) if any(best[row] < 0 for row in span)}
+    bad = skip
+    if min(best, default=0) < 0:
+        bad |= {i for i, span in enumerate(ranges) if any(best[row] < 0 for row in span)}
     tokens = tuple(
         () if sequence.sampling is None or i in bad else tuple(best[span.start : span.stop])
         for i, (sequence, span) in enumerate(zip(sequences, ranges, strict=True))
