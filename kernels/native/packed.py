@@ -17,6 +17,8 @@ from kernels.native.library import NAMES, Team
 
 HALF = BLOCK // 2
 FORMATS = {0: FORMAT_ELEMENTS, 8: FORMAT_INT8, 4: FORMAT_INT4}
+MOST_NORM = 1e15
+"""Of an output: a larger one's sums could pass float32."""
 _ROWS_AT_ONCE = 4096
 """Rows quantized together: bounds the memory it takes."""
 
@@ -117,7 +119,7 @@ def pack_quick_head(team: Team, arena: Arena, head: Tensor, dtype: torch.dtype) 
     Args:
         head: [vocab, hidden], any float dtype.
 
-    An output that is not finite has norms without bound: it is never left out.
+    An output that is not finite, or larger than MOST_NORM, has norms without bound: it is never left out.
     """
     vocab = head.shape[0]
     real = head
@@ -130,7 +132,7 @@ def pack_quick_head(team: Team, arena: Arena, head: Tensor, dtype: torch.dtype) 
             span = slice(first, first + _ROWS_AT_ONCE)
             values, weights = to_int8(head[span]).floats().double(), real[span].to(dtype).double()
             each = torch.stack((values.norm(dim=1), (weights - values).norm(dim=1)), dim=1)
-            each.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+            each.masked_fill_(~(each < MOST_NORM), float("inf"))
             each = F.pad(each, (0, 0, 0, -len(each) % BLOCK)).view(-1, BLOCK, 2).transpose(1, 2)
             norms[first // BLOCK : first // BLOCK + len(each)] = each * 1.0001
     return QuickHead(packed, norms)

@@ -176,21 +176,11 @@ def test_a_row_that_is_not_finite_is_computed_whole(team: Team) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [1e-15, 1e-17, 1e-19, 1e-21, 1e-24])
-def test_rows_whose_squares_vanish_are_exact_too(team: Team, dtype: torch.dtype, scale: float) -> None:
-    for seed in range(4):
-        model = OneLayer(team, dtype, rand(10 + seed, 2048, HIDDEN) / HIDDEN**0.5, 13)
-        model.norm.fill_(scale)
-        check(model.logits(top_only=True), model.logits(top_only=False))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_and_weights_whose_products_pass_float32_are_computed(team: Team, dtype: torch.dtype) -> None:
     head = rand(0, 2048, HIDDEN)
     head[500:1500] *= 1e20
     for scale in (1.0, 1e16, 1e19):
-        model = OneLayer(team, dtype, head, 3)
-        model.norm.fill_(scale)
+        model = OneLayer(team, dtype, head, 3, final_norm=scale)
         full, found = model.logits(top_only=False), model.logits(top_only=True)
         large = slice(0, 2048) if scale > 1 else slice(500, 1500)
         torch.testing.assert_close(found[:, large], full[:, large], rtol=0, atol=0, equal_nan=True)
