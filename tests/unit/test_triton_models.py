@@ -139,17 +139,17 @@ def test_a_whole_model_gives_the_logits_of_its_own_code(family: str, tmp_path: P
     ids = tokens.tolist()
     runs = Runs(load_device_decoder(tmp_path, "float32", DEVICE.type))
 
-    # a chunk, a chunk beside another sequence, then single tokens beside it
-    runs.run(part("a", ids[:29], 0, BLOCKS[0]))
-    runs.run(part("a", ids[29:46], 29, BLOCKS[0]), part("b", ids[:3], 0, BLOCKS[1]))
+    # a chunk beside another sequence, a chunk, then single tokens beside it; rows that fill what steps are padded to
+    runs.run(part("a", ids[:30], 0, BLOCKS[0]), part("b", ids[:2], 0, BLOCKS[1]))
+    runs.run(part("a", ids[30:46], 30, BLOCKS[0]))
     for i in range(46, TOKENS):
-        runs.run(part("a", ids[i : i + 1], i, BLOCKS[0]), part("b", ids[i - 43 : i - 42], i - 43, BLOCKS[1]))
+        runs.run(part("a", ids[i : i + 1], i, BLOCKS[0]), part("b", ids[i - 44 : i - 43], i - 44, BLOCKS[1]))
 
     found = torch.stack([runs.rows["a", i] for i in range(TOKENS)])
     assert torch.isfinite(found).all()
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-    beside = torch.stack([runs.rows["b", i] for i in range(5)])
-    assert (beside - expected[:5]).abs().max() < 1e-4 * expected.abs().max()
+    beside = torch.stack([runs.rows["b", i] for i in range(4)])
+    assert (beside - expected[:4]).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +208,9 @@ def _take(pending: list[tuple[list[int], Callable[[], StepOutput]]], drawn: list
 
 
 def test_steps_feed_one_another_on_the_device(tiny: DeviceDecoder) -> None:
-    by_host = fed_by_the_host(Runs(tiny), 4)
-    assert all(len(tokens) == 4 for tokens in by_host)
-    assert fed_on_the_device(Runs(tiny), 4) == by_host
+    by_host = fed_by_the_host(Runs(tiny), 3)
+    assert all(len(tokens) == 3 for tokens in by_host)
+    assert fed_on_the_device(Runs(tiny), 3) == by_host
 
 
 def test_a_bad_row_is_told_and_so_is_whoever_waited_for_its_token(tiny: DeviceDecoder) -> None:
