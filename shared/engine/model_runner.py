@@ -97,6 +97,9 @@ class ModelRunner:
 
 
 def _not_finite(logits: Tensor, batch: ForwardBatch) -> frozenset[int]:
-    """Sequences with a row that holds an infinity or a NaN: either makes the row's sum one."""
-    finite = torch.isfinite(logits.sum(dim=1)).tolist()
+    """Sequences with a row that holds a NaN or an infinity as its largest, as `sample_greedily` finds them.
+
+    Minus infinity is a token that cannot be: a fault in one company and none in another would be worse.
+    """
+    finite = torch.isfinite(logits.amax(dim=1)).tolist()
     return frozenset(i for i, span in enumerate(batch.logit_ranges) if not all(finite[row] for row in span))

@@ -207,6 +207,22 @@ def test_bad_rows_are_flagged_alone_and_yield_no_token(float32_model: Model, tmp
         assert after.sampled[0] == ()
 
 
+def test_a_token_that_cannot_be_is_no_fault_in_any_company(
+    float32_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, token = type(float32_model), torch.tensor([5])
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *a: forward(*a).index_fill_(1, token, float("-inf")))
+    greedy, seeded = sequence("a", PROMPT[:8], [1]), sequence("b", PROMPT[:9], [2], sampling=SEEDED)
+    with Engine(float32_model, tmp_path) as engine:
+        runner = ModelRunner(float32_model, engine.pool)
+        alone = runner.run(StepPlan(1, (greedy,)))
+        both = runner.run(StepPlan(2, (greedy, seeded)))
+    assert not alone.bad_rows | both.bad_rows
+    assert both.sampled[0] == alone.sampled[0] != ()
+    assert both.sampled[1] != (5,)
+
+
 def test_nothing_is_sampled_without_parameters(float32_model: Model, tmp_path: Path) -> None:
     with Engine(float32_model, tmp_path) as engine:
         output = engine.run(sequence("a", PROMPT[:5], [0], num_logits=5, sampling=None))
