@@ -88,7 +88,7 @@ class EngineSettings(Section):
     batch_size: int = Field(8, ge=1, description="most sequences of a static or dynamic batch")
     batch_window_s: float = Field(0.05, ge=0, description="how long a dynamic batch waits to become full, seconds")
     threads: int = Field(
-        0, ge=0, description="most compute threads of a worker; 0: all cores, shared with other workers"
+        0, ge=0, le=1024, description="most compute threads of a worker; 0: all cores, shared with other workers"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="what computes: auto is an NVIDIA GPU, sm_80 or newer, where torch and Triton find one"
