@@ -103,10 +103,11 @@ def test_a_core_broken_on_purpose_is_noticed(name: str, monkeypatch: pytest.Monk
         World(0, NO_FAULTS).run()
     except Violation:
         return
-    failing = next((seed for seed in range(MUTATION_SEEDS) if message_of(seed)), None)
-    assert failing is not None, f"{name} went unnoticed in {MUTATION_SEEDS} seeds"
-    assert f"BATON_SIM_SEED={failing}" in message_of(failing)
-    assert message_of(failing) == message_of(failing)
+    messages = ((seed, message_of(seed)) for seed in range(MUTATION_SEEDS))
+    seed, message = next((found for found in messages if found[1]), (None, ""))
+    assert seed is not None, f"{name} went unnoticed in {MUTATION_SEEDS} seeds"
+    assert f"BATON_SIM_SEED={seed}" in message
+    assert message_of(seed) == message
 
 
 def test_a_prefill_worker_stopped_across_its_lease_and_continued_harms_nobody() -> None:
