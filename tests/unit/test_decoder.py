@@ -6,7 +6,7 @@ transformers' Llama norm casts to float32 even in a float64 model; the float64 r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -122,18 +122,18 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
     return torch.cat(parts)
 
 
-@lru_cache(maxsize=1)
-def exact_logits(folder: Path, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The float64 reference's logits of each length's random tokens; computed once for the checks of one model."""
-    with plain_norm():
-        model = reference_model(folder, "float64")
+@lru_cache(maxsize=2)
+def their_logits(folder: Path, dtype: str, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """transformers' logits of each length's random tokens, in float64 the exact ones; computed once for all checks."""
+    with plain_norm() if dtype == "float64" else nullcontext():
+        model = reference_model(folder, dtype)
         return tuple(reference_logits(model, random_tokens(n, model.config.vocab_size, seed=n)) for n in lengths)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_references() -> Iterator[None]:
     yield
-    exact_logits.cache_clear()
+    their_logits.cache_clear()
     reference_model.cache_clear()
 
 
@@ -157,7 +157,7 @@ def our_logits(model: Model, dtype: str, token_ids: list[int], folder: Path, chu
 
 def check_float64(folder: Path, lengths: tuple[int, ...], tmp_path: Path) -> None:
     model = load_decoder(folder, "float64")
-    for length, expected in zip(lengths, exact_logits(folder, lengths), strict=True):
+    for length, expected in zip(lengths, their_logits(folder, "float64", lengths), strict=True):
         token_ids = random_tokens(length, model.config.vocab_size, seed=length)
         error = (our_logits(model, "float64", token_ids, tmp_path) - expected).abs().max().item()
         print(f"float64, {length} tokens: max error {error:.2g}")
@@ -165,14 +165,13 @@ def check_float64(folder: Path, lengths: tuple[int, ...], tmp_path: Path) -> Non
 
 
 def check_float32(folder: Path, lengths: tuple[int, ...], tmp_path: Path, kernels: str) -> None:
-    exact = exact_logits(folder, lengths)
-    reference = reference_model(folder, "float32")
+    exact, reference = (their_logits(folder, dtype, lengths) for dtype in ("float64", "float32"))
     model = load_decoder(folder, "float32", kernels)
     ours, theirs = [], []
-    for length, right in zip(lengths, exact, strict=True):
+    for length, right, near in zip(lengths, exact, reference, strict=True):
         token_ids = random_tokens(length, model.config.vocab_size, seed=length)
         ours.append((our_logits(model, "float32", token_ids, tmp_path) - right).abs().max().item())
-        theirs.append((reference_logits(reference, token_ids) - right).abs().max().item())
+        theirs.append((near - right).abs().max().item())
         print(f"float32, {length} tokens: max error {ours[-1]:.2g}, transformers {theirs[-1]:.2g}")
     # over all lengths: the largest error of a single row is a matter of luck on both sides
     assert max(ours) <= 2 * max(theirs)
@@ -181,13 +180,13 @@ def check_float32(folder: Path, lengths: tuple[int, ...], tmp_path: Path, kernel
 
 def check_bfloat16(folder: Path, lengths: tuple[int, ...], tmp_path: Path) -> None:
     """Native kernels keep more bits than transformers does in bfloat16, and never fewer than it by much."""
-    exact = exact_logits(folder, lengths)
-    reference, model = reference_model(folder, "bfloat16"), load_decoder(folder, "bfloat16", "native")
+    exact, reference = (their_logits(folder, dtype, lengths) for dtype in ("float64", "bfloat16"))
+    model = load_decoder(folder, "bfloat16", "native")
     prompts = [random_tokens(length, model.config.vocab_size, seed=length) for length in lengths]
     ours = [
         (our_logits(model, "bfloat16", p, tmp_path) - e).norm() / e.norm() for p, e in zip(prompts, exact, strict=True)
     ]
-    theirs = [(reference_logits(reference, p) - e).norm() / e.norm() for p, e in zip(prompts, exact, strict=True)]
+    theirs = [(r - e).norm() / e.norm() for r, e in zip(reference, exact, strict=True)]
     print(f"bfloat16: relative errors {[f'{x:.3g}' for x in ours]}, transformers {[f'{x:.3g}' for x in theirs]}")
     assert max(ours) <= 1.1 * max(theirs)
 
