@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kernels.linear.quantize import QUANTS
 from kernels.native.abi import TO_ELEMENTS
 from kernels.native.arena import Arena
 from kernels.native.compiler import NativeUnavailable
@@ -291,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", type=int, nargs=4, default=[24, 14, 2, 64], metavar="N", help=sizes)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure whole steps of this model, too")
-    parser.add_argument("--quant", choices=("none", "int8", "int4"), default="none", help="of its weights")
+    parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of its weights")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="to measure for (default 120)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
