@@ -197,7 +197,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; its exit code: 1 when a configuration that was asked for could not be measured."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    threads = options.threads or len(os.sched_getaffinity(0))
+    threads = max(1, options.threads)
     torch.set_num_threads(threads)
     try:
         folder = options.model or fetch_default_model(cache_dir(os.environ), _say)
@@ -235,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
     parser.add_argument("--kernels", choices=("native", "torch"), default="native", help="default native")
     parser.add_argument("--all", action="store_true", help="every configuration that could be a default")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads (default 1: torch's spin)")
     parser.add_argument("--ship", action="store_true", help="keep the result with the code, not in the cache")
     return parser
 
