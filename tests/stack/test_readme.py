@@ -36,10 +36,12 @@ ON_A_STACK = {
     "./baton down": "stopped",
 }
 """Command to a word of what it prints, in the order of a first day; `down` ends it."""
-STARTING = {"./baton up", "./baton up --detach --json", "./baton up --model DIR"}
+STARTING = {"./baton up", "./baton up --detach --json", "./baton up --model DIR", "./baton up --quant int8"}
 ELSEWHERE = {
     "./baton test": "what runs this very test",
     "./baton bench smoke": "test_bench_smoke, in the long run",
+    "./baton bench engine": "unit/test_engine_bench",
+    "./baton bench peers": "unit/test_peers",
 }
 
 
@@ -129,6 +131,13 @@ def test_up_in_the_foreground(desk: Baton) -> None:
     shell(desk, "./baton down")
     process.communicate(timeout=60)
     assert process.returncode == 0
+
+
+def test_integer_weights(desk: Baton) -> None:
+    shell(desk, "BATON_WORKERS_FAKE=false ./baton up --quant int8 --detach --json")
+    assert "int8" in shell(desk, "./baton status")
+    assert "Paris" in shell(desk, 'BATON_WORKERS_FAKE=false ./baton chat "What is the capital of France?"')
+    shell(desk, "./baton down")
 
 
 def test_a_model_of_ones_own(desk: Baton, tmp_path: Path) -> None:

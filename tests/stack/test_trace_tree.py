@@ -71,13 +71,13 @@ def test_a_short_prompt_stays_local(stack: Baton) -> None:
 
 
 @contextmanager
-def busy_decode(stack: Baton, streams: int = 3) -> Iterator[None]:
-    """Streams that keep the decode worker busy, so that a long prompt there would hold them up."""
+def busy_decode(stack: Baton, streams: int = 6, at_once: int = 3) -> Iterator[None]:
+    """Streams that keep the decode worker busy, so that a long prompt there would hold them up. Some may end early."""
     client = stack.openai()
     options: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "temperature": 1, "stream": True}
     running = [client.completions.create(prompt=f"Stream {i}:", **options) for i in range(streams)]
     try:
-        until(lambda: sum(worker["running"] for worker in stack.get("/baton/cluster")["workers"]) == streams)
+        until(lambda: sum(worker["running"] for worker in stack.get("/baton/cluster")["workers"]) >= at_once)
         yield
     finally:
         for stream in running:
@@ -99,7 +99,7 @@ def test_a_long_prompt_is_handed_off(stack: Baton) -> None:
     assert 0 < place["baton.estimate.handed_off_s"] < place["baton.estimate.local_s"]
     assert root["baton.prompt_tokens"] > 500
     pull = spans["handoff.pull"]["attributes"]
-    assert pull["baton.bytes"] > root["baton.prompt_tokens"] * 40_000
+    assert pull["baton.bytes"] > root["baton.prompt_tokens"] * 20_000
     assert spans["prefill.run"]["attributes"]["baton.computed_tokens"] == root["baton.prompt_tokens"] - 1
     assert root["baton.ttft_s"] > 0
     # And the waterfall shows it
