@@ -32,7 +32,8 @@ def run_http(
 
 
 async def _run(url: str, jobs: Sequence[Job], concurrency: int, common: Mapping[str, Any], key: str) -> LoopResult:
-    limits = httpx.Limits(max_connections=None)
+    # a connection each: llama-server may close a kept one just as the next request is written to it
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     waiting = iter(enumerate(jobs))
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=REQUEST_LIMIT_S, limits=limits) as client:
