@@ -84,11 +84,12 @@ class LoopResult:
 
 @dataclass(slots=True)
 class Arrivals:
-    """Tokens of a loop as they arrive, whoever drives it."""
+    """Tokens of a loop as they arrive, whoever drives it. With `whole`, an answer is as long as asked, or an error."""
 
     jobs: Sequence[Job]
     concurrency: int
     start: float
+    whole: bool = True
     result: LoopResult = field(init=False)
     _submitted: dict[int, float] = field(init=False, default_factory=dict)
     _last: dict[int, float] = field(init=False, default_factory=dict)
@@ -123,9 +124,9 @@ class Arrivals:
         self._last[number] = now
 
     def ended(self, number: int) -> None:
-        """A request ended. Raises ValueError when it had another number of tokens: it was not the same work."""
+        """A request ended. Raises ValueError when it should be whole and is not: it was not the same work."""
         self._ended += 1
-        if self._came[number] != self.jobs[number].max_tokens:
+        if self.whole and self._came[number] != self.jobs[number].max_tokens:
             raise ValueError(f"request {number}: {self._came[number]} tokens instead of {self.jobs[number].max_tokens}")
 
     def close(self, now: float) -> LoopResult:

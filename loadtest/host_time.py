@@ -216,7 +216,7 @@ def _kernel_s(name: str, url: str) -> float:
 
 def _loop(stack: OwnStack, model: str, width: int, output: int, salt: str) -> LoopResult:
     jobs = even_jobs(width, PROMPT, output, VOCAB, salt)
-    return run_http(stack.url, jobs, width, model, {}, stack.api_key)
+    return run_http(stack.url, jobs, width, model, {}, stack.api_key, whole=False)
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

@@ -17,27 +17,35 @@ REQUEST_LIMIT_S = 600.0
 
 
 def run_http(
-    url: str, jobs: Sequence[Job], concurrency: int, model: str, more: Mapping[str, Any], key: str = ""
+    url: str,
+    jobs: Sequence[Job],
+    concurrency: int,
+    model: str,
+    more: Mapping[str, Any],
+    key: str = "",
+    whole: bool = True,
 ) -> LoopResult:
     """Run all jobs, `concurrency` at once, each streamed.
 
     Args:
         more: fields that only this server knows, such as `ignore_eos`.
+        whole: answers are as long as asked; otherwise they may end by themselves.
 
     Raises:
         Unavailable: the server refused or failed.
-        ValueError: an answer had another number of tokens than asked.
+        ValueError: an answer had another number of tokens than asked, and should be whole.
     """
-    return asyncio.run(_run(url, jobs, concurrency, {"model": model, **more}, key))
+    arrivals = Arrivals(jobs, concurrency, time.perf_counter(), whole)
+    return asyncio.run(_run(url, arrivals, {"model": model, **more}, key))
 
 
-async def _run(url: str, jobs: Sequence[Job], concurrency: int, common: Mapping[str, Any], key: str) -> LoopResult:
+async def _run(url: str, arrivals: Arrivals, common: Mapping[str, Any], key: str) -> LoopResult:
     # a connection each: llama-server may close a kept one just as the next request is written to it
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    waiting = iter(enumerate(jobs))
+    waiting = iter(enumerate(arrivals.jobs))
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=REQUEST_LIMIT_S, limits=limits) as client:
-        arrivals = Arrivals(jobs, concurrency, time.perf_counter())
+        arrivals.start = time.perf_counter()
 
         async def one_after_another() -> None:
             for number, job in waiting:
@@ -45,7 +53,7 @@ async def _run(url: str, jobs: Sequence[Job], concurrency: int, common: Mapping[
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(jobs))):
+                for _ in range(min(arrivals.concurrency, len(arrivals.jobs))):
                     group.create_task(one_after_another())
         except ExceptionGroup as failed:
             first = failed.exceptions[0]
