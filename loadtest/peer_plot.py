@@ -49,8 +49,8 @@ def _panel(axis: Any, title: str, contestants: dict[str, dict[str, float]]) -> N
         axis.bar_label(bars, fmt="%.0f", fontsize=7)
     axis.set_xticks(range(len(widths)), widths)
     axis.set_title(title, size=9)
-    axis.margins(y=0.2)
-    axis.legend(fontsize=7, loc="upper left")
+    axis.margins(y=0.45)
+    axis.legend(fontsize=7, loc="upper center", ncols=len(contestants))
     axis.spines[["top", "right"]].set_visible(False)
 
 
