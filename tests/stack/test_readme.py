@@ -136,7 +136,7 @@ def test_up_in_the_foreground(desk: Baton) -> None:
 def test_integer_weights(desk: Baton) -> None:
     shell(desk, "BATON_WORKERS_FAKE=false ./baton up --quant int8 --detach --json")
     assert "int8" in shell(desk, "./baton status")
-    assert shell(desk, 'BATON_WORKERS_FAKE=false ./baton chat "What is the capital of France?"').strip()
+    assert "Paris" in shell(desk, './baton chat --temperature 0 "What is the capital of France?"')
     shell(desk, "./baton down")
 
 
