@@ -87,16 +87,33 @@ class Observed:
         return [plain(service, span) for service, span in self.traces.spans]
 
     def trace_of(self, **wanted: Any) -> list[dict[str, Any]]:
-        """The spans of the one trace whose root has these attributes, once the ledger's is among them."""
+        """The spans of the one trace whose root has these attributes, once it is whole; see `is_whole`."""
 
         def whole() -> list[dict[str, Any]]:
             spans = self.spans()
             roots = [s for s in spans if s["name"] == "gateway.request" and wanted.items() <= s["attributes"].items()]
             assert len(roots) <= 1, roots
-            found = [s for s in spans if roots and s["trace_id"] == roots[0]["trace_id"]]
-            return found if any(s["name"] == "policy.settle" for s in found) else []
+            seen[:] = [s for s in spans if roots and s["trace_id"] == roots[0]["trace_id"]]
+            return seen if is_whole(seen) else []
 
-        return until(whole, 30, lambda: f"a trace with {wanted}")
+        seen: list[dict[str, Any]] = []
+        return until(whole, 60, lambda: f"a whole trace with {wanted}, now {sorted(s['name'] for s in seen)}")
+
+
+def is_whole(spans: list[dict[str, Any]]) -> bool:
+    """Whether the ledger's span, every parent, and of a prompt that was handed off the prefill worker's span are there.
+
+    Services send their spans apart from one another, each up to seconds after they ended.
+    """
+    known = {span["span_id"] for span in spans}
+    services = {span["service"] for span in spans}
+    places = [span for span in spans if span["name"] == "scheduler.place"]
+    last = max(places, key=lambda span: span["end_ns"])["attributes"] if places else {}
+    return (
+        any(span["name"] == "policy.settle" for span in spans)
+        and all(not span["parent_id"] or span["parent_id"] in known for span in spans)
+        and (last.get("baton.path") != "handed_off" or "prefill" in services)
+    )
 
 
 def body(prompt: str | list[int], max_tokens: int, **more: Any) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Baton:
                 seen[:] = self.get(f"/baton/traces/{answer_id}")["spans"]
             return set(spans) <= {span["name"] for span in seen}
 
-        until(complete, 10, what=lambda: f"{set(spans) - {span['name'] for span in seen}} in the trace")
+        until(complete, 30, what=lambda: f"{set(spans) - {span['name'] for span in seen}} in the trace")
         return seen
 
     def answers(self) -> bool:
