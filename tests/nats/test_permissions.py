@@ -456,7 +456,7 @@ async def publish_by_hand(server: NatsServer, tenant: TenantId, subject: str, he
     size = len(header)
     writer.write(b"CONNECT " + json.dumps(login).encode() + b"\r\n")
     writer.write(f"HPUB {subject} {reply} {size} {size}\r\n".encode() + header + b"\r\nPING\r\n")
-    assert await asyncio.wait_for(reader.readuntil(b"PONG"), 5)
+    assert await asyncio.wait_for(reader.readuntil(b"PONG"), 30)
     writer.close()
     await writer.wait_closed()
 

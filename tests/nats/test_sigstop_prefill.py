@@ -101,7 +101,7 @@ async def test_a_stopped_prefill_worker_harms_nobody(tmp_path: Path) -> None:
 
 
 async def stopped_across_the_lease(d: Driver, decode: Worker, prefill: Worker) -> None:
-    await until(lambda: {decode.id, prefill.id} <= set(d.beats), 10)
+    await until(lambda: {decode.id, prefill.id} <= set(d.beats), 30)
     commits: list[m.HandoffCommit] = []
     releases: list[m.HandoffRelease] = []
     await d.bus.subscribe(subjects.handoff(decode.id, "commit"), m.HandoffCommit, lambda x: commits.append(x.message))
@@ -111,7 +111,7 @@ async def stopped_across_the_lease(d: Driver, decode: Worker, prefill: Worker) -
 
     # Given: a hand-off of which a part has come
     await hand_off(d, decode, prefill, 1, "req-a")
-    await until(lambda: any(p.computed_tokens > 0 for p in d.beats[decode.id].attempts), 10)
+    await until(lambda: any(p.computed_tokens > 0 for p in d.beats[decode.id].attempts), 30)
     assert not commits[-1].last
 
     # When: the prefill worker stands still across its lease
@@ -129,7 +129,7 @@ async def stopped_across_the_lease(d: Driver, decode: Worker, prefill: Worker) -
     # And: when it goes on, its late commits change nothing, and both end up idle
     prefill.process.send_signal(signal.SIGCONT)
     await d.bus.publish(subjects.handoff(decode.id, "commit"), commits[-1])
-    await until(lambda: any(r.reason == "fenced" for r in releases), 10)
+    await until(lambda: any(r.reason == "fenced" for r in releases), 30)
     await d.idle([decode.id, prefill.id], 15)
     assert d.output("req-a") == EXPECTED
 

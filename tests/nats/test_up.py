@@ -87,7 +87,7 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
 
 
 def nothing_left(stack: Stack) -> None:
-    until(lambda: not stack.processes(), 10)
+    until(lambda: not stack.processes(), 30)
     state = StateFolder(stack.folder)
     assert not state.pool_folder().exists()
     assert not list(state.run.iterdir())

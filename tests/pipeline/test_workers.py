@@ -441,7 +441,7 @@ async def test_beats_and_listings_say_what_is_held(tmp_path: Path) -> None:
         assert beat.step_model.base_s > 0
         await c.driver.reserve(c.decode_id, PROMPT, sampling=SamplingParams(max_tokens=100, ignore_eos=True))
         await until(lambda: [p.attempt for p in c.driver.beats[c.decode_id].attempts] == [attempt()])
-        await until(lambda: any(f.held and f.held[0].next_seq[0] > 0 for f in c.driver.listings), 5)
+        await until(lambda: any(f.held and f.held[0].next_seq[0] > 0 for f in c.driver.listings), 30)
         await cancel(c, "req-a")
 
 

@@ -194,7 +194,7 @@ class Baton:
 
     def nothing_left(self, traces: Traces) -> None:
         """No process, port, pool file or temporary file, and the state folder says that nothing runs."""
-        until(lambda: not self.processes(), 15)
+        until(lambda: not self.processes(), 30)
         state = StateFolder(self.folder)
         assert not traces.ports & listening_sockets().keys()
         assert not [path for path in traces.shared if Path(path).exists()]

@@ -84,7 +84,7 @@ def resumed_after_s(stream: Stream, killed: float) -> float:
 
 def kill(stack: Baton, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    until(lambda: pid not in stack.processes(), 10)
+    until(lambda: pid not in stack.processes(), 30)
 
 
 def busy_worker(stack: Baton, role: str) -> str:

@@ -113,7 +113,7 @@ def test_the_limit_on_files_holds_whether_or_not_the_size_is_told(fake_stack: Ba
     answer = httpx.post(f"{fake_stack.url}/v1/files", content=endless(), headers=headers, timeout=30)
     assert answer.status_code == 413
     assert "2000000" in answer.json()["error"]["message"]
-    until(lambda: uploads(fake_stack) == 0, 10)
+    until(lambda: uploads(fake_stack) == 0, 30)
 
 
 def test_the_key_is_checked_before_the_body(fake_stack: Baton) -> None:
@@ -133,8 +133,8 @@ def test_a_client_that_leaves_amid_its_upload_leaves_nothing(fake_stack: Baton, 
     )
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + b"z" * 500_000)
-        until(lambda: uploads(fake_stack) == 1, 10)
-    until(lambda: uploads(fake_stack) == 0, 10)
+        until(lambda: uploads(fake_stack) == 1, 30)
+    until(lambda: uploads(fake_stack) == 0, 30)
     assert "left" not in [file.filename for file in client.files.list()]
 
 
@@ -158,7 +158,7 @@ def test_a_wrong_upload_is_refused_by_name(fake_stack: Baton, client: OpenAI, fi
     files = {"file": ("a", b"x" * 400_000)}
     answer = httpx.post(f"{fake_stack.url}/v1/files", data=fields, files=files, headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    until(lambda: uploads(fake_stack) == 0, 10)
+    until(lambda: uploads(fake_stack) == 0, 30)
 
 
 # ---------------------------------------------------------------------------------------------- batches

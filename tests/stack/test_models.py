@@ -160,9 +160,9 @@ def test_a_pool_never_takes_anothers_blocks(two: Baton) -> None:
         return found
 
     assert cached(ALPHA) == 0
-    assert until(lambda: cached(ALPHA), 10) >= 128
+    assert until(lambda: cached(ALPHA), 30) >= 128
     assert cached(BETA) == 0
-    assert until(lambda: cached(BETA), 10) >= 128
+    assert until(lambda: cached(BETA), 30) >= 128
 
 
 def test_a_key_sees_and_uses_only_its_models(two: Baton) -> None:

@@ -112,7 +112,7 @@ def test_a_gateway_that_is_told_to_stop_lets_streams_finish(fakes: Baton) -> Non
     # When their gateway gets a SIGTERM, and no other takes its place
     os.kill(pid, signal.SIGTERM)
     # Then at once it is not ready and refuses what is new, by an answer that tells when to come again
-    until(lambda: not httpx.get(f"{fakes.url}/ready").json()["checks"]["accepting"], 5)
+    until(lambda: not httpx.get(f"{fakes.url}/ready").json()["checks"]["accepting"], 30)
     assert httpx.get(f"{fakes.url}/ready").status_code == 503
     refused = httpx.post(f"{fakes.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
@@ -150,7 +150,7 @@ def test_everything_killed_at_once_and_started_again(own: Baton) -> None:
     for pid in own.processes():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    until(lambda: not own.processes(), 10)
+    until(lambda: not own.processes(), 30)
     # Then the client saw an error, and never a clean end
     assert not isinstance(stream.error(), AssertionError)
     assert stream.finish == ""
