@@ -60,6 +60,8 @@ class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     finish: str = ""  # "" | stop | length | cancelled | error
     totals: Totals | None = None  # with `finish`
     error: ErrorInfo | None = None  # with finish == "error"
+    logprobs: bytes = b""  # of token_ids, as `logprobs.pack_logprobs`; empty when none were asked for
+    prompt_logprobs: bytes = b""  # with the choice's first record: of the prompt's tokens but the first
 
 
 class HeldAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
