@@ -30,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()  # end the choice with `stop`, as an end-of-sequence token does
     logprobs: int = -1  # of each output token: -1 = none, n = its own and those of the n most likely
     prompt_logprobs: int = -1  # the same of the prompt's tokens but the first
+    grammar: str = ""  # the output keeps to it, from its first token on; as `shared.grammar` writes them
 
     @property
     def adjusts(self) -> bool:
