@@ -1,14 +1,9 @@
-"""uvicorn around the application, on a socket bound before, stopped by the caller.
-
-A client that connects and says nothing, sends its request a byte at a time, or does not read its answer would keep its
-connection for ever; `_Protocol` adds the bounds uvicorn lacks. The body's own time is the application's business.
-"""
+"""uvicorn around the application, on a socket bound before, stopped by the caller."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import resource
 import socket
 import struct
@@ -16,13 +11,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
-import h11
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from services.gateway.errors import http_body
+from services.gateway.connection import KEEP_ALIVE_S, Connection
 from shared.contracts.errors import SettingsError
 
 STOP_S = 3
@@ -31,69 +24,6 @@ LOOK_S = 0.05
 KEPT_S = 1.0
 SO_ATTACH_REUSEPORT_CBPF, SO_DETACH_REUSEPORT_BPF = 51, 68  # Linux; Python does not name them
 BACKLOG = 1024
-KEEP_ALIVE_S = 75
-HEAD_S = 15.0
-"""A request's head must be here so long after the connection, or after its first byte on a used one."""
-UNREAD_S = 40.0
-"""A connection whose client takes nothing for so long, while more than a buffer waits, is cut."""
-CLOSE_S = 5.0
-"""A connection that is closed may flush for so long."""
-
-
-class _Protocol(H11Protocol):
-    _head: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._head = self.loop.call_later(HEAD_S, self._no_head)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head, self._unread):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._between_requests and self._head is None:
-            self._head = self.loop.call_later(HEAD_S, self._no_head)
-        super().data_received(data)
-        if not self._between_requests and self._head is not None:
-            self._head.cancel()
-            self._head = None
-
-    def pause_writing(self) -> None:
-        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-        super().resume_writing()
-
-    def timeout_keep_alive_handler(self) -> None:
-        super().timeout_keep_alive_handler()
-        self.loop.call_later(CLOSE_S, self.transport.abort)
-
-    def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is out already
-            self.transport.abort()
-            return
-        body = json.dumps(http_body(400, msg)).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    @property
-    def _between_requests(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _no_head(self) -> None:
-        self._head = None
-        if self._between_requests:
-            self.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -202,7 +132,8 @@ async def serve(app: FastAPI, sock: socket.socket) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the block runs."""
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=Connection,
+        ws="none",
         loop="none",
         lifespan="off",
         log_config=None,

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.gateway import server
+from services.gateway import connection
 from shared.bus.memory_bus import MemoryBroker
 from tests.pipeline.gateway_support import Backend, Stack, chat, completion, http_stack
 
@@ -19,9 +19,9 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_S", 0.3)
-    monkeypatch.setattr(server, "UNREAD_S", 0.6)
-    monkeypatch.setattr(server, "CLOSE_S", 0.1)
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
+    monkeypatch.setattr(connection, "UNREAD_S", 0.6)
+    monkeypatch.setattr(connection, "CLOSE_S", 0.1)
 
 
 @pytest.fixture
@@ -156,3 +156,58 @@ async def test_a_client_that_leaves_at_any_point_leaves_no_session(served: tuple
         while stack.service.ingress.sessions:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert (await stack.client.get("/health")).status_code == 200
+
+
+async def test_a_head_over_its_bounds_is_431(url: str) -> None:
+    value = b"a" * 40_000
+    many = b"".join(b"h%d: x\r\n" % number for number in range(200))
+    for head in (b"GET /" + value, b"GET / HTTP/1.1\r\nA: " + value, b"GET / HTTP/1.1\r\n" + many):
+        for ending in (b"", b" HTTP/1.1\r\n\r\n" if head.startswith(b"GET /a") else b"\r\n\r\n"):
+            reader, writer = await connect(url)
+            writer.write(head[:20_000])
+            await asyncio.sleep(0.01)
+            writer.write(head[20_000:] + ending)
+            assert (await gone(reader)).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+
+
+async def test_a_head_without_end_beside_an_answer_is_bounded() -> None:
+    backend = Backend(MemoryBroker(), hold=asyncio.Event())
+    async with http_stack(backend) as (_, url):
+        reader, writer = await connect(url)
+        writer.write(request(chat(stream=True)) + b"GET / HTTP/1.1\r\nA: ")
+        await backend.sent()
+        for _ in range(10):
+            writer.write(b"a" * 10_000)
+            await asyncio.sleep(0.01)
+        assert backend.hold is not None
+        backend.hold.set()
+        # the answer is whole, and then the connection ends
+        assert b"data: [DONE]" in await gone(reader)
+        writer.close()
+
+
+@pytest.mark.parametrize("cut", [None, 30, 150])
+async def test_an_offer_of_http2_changes_nothing(url: str, cut: int | None) -> None:
+    whole = request(completion(max_tokens=3), "/v1/completions")
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nHost: x\r\n"
+    whole = whole.replace(b"Host: x\r\n", offer)
+    reader, writer = await connect(url)
+    for _ in range(2):
+        writer.write(whole[:cut])
+        await asyncio.sleep(0.02)
+        writer.write(b"" if cut is None else whole[cut:])
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert json.loads(await reader.readexactly(length))["usage"]["completion_tokens"] == 3
+    writer.close()
+
+
+async def test_trailers_are_no_headers(url: str) -> None:
+    reader, writer = await connect(url)
+    body = json.dumps(completion(max_tokens=1)).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+    writer.write(b"%x\r\n%b\r\n0\r\nAuthorization: Bearer key-a\r\n\r\n" % (len(body), body))
+    assert (await gone(reader)).startswith(b"HTTP/1.1 401 ")
+    writer.close()
