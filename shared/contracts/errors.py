@@ -9,6 +9,7 @@ BatonError
 ├── Forbidden               403
 ├── Conflict                409
 ├── BodyTooLarge            413
+├── OtherBody               422  an Idempotency-Key that stands for another body
 ├── QuotaExceeded           429  the tenant's own limit; carries retry_after_s
 ├── Cancelled               499  the client or an operator ended the request
 ├── Internal                500  a fault of ours
@@ -100,6 +101,11 @@ class BodyTooLarge(BatonError):
     default_code = "request_too_large"
 
 
+class OtherBody(BatonError):
+    status = 422
+    default_code = "idempotency_key_reused"
+
+
 class QuotaExceeded(BatonError):
     status = 429
     default_code = "rate_limit_exceeded"
@@ -148,6 +154,7 @@ _TREE: tuple[type[BatonError], ...] = (
     Forbidden,
     Conflict,
     BodyTooLarge,
+    OtherBody,
     QuotaExceeded,
     Cancelled,
     Internal,

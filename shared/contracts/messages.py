@@ -30,6 +30,7 @@ from shared.contracts.parts import (
     GroupTags,
     HeldAttempt,
     Holder,
+    ItlTarget,
     SpanRecord,
     StepModel,
     StreamRecord,
@@ -76,6 +77,7 @@ class Admit(Message, frozen=True, kw_only=True):
     max_tokens: int  # per choice
     choices: int = 1
     klass: str = ""  # asked class; policy decides
+    ingress_id: IngressId = IngressId("")  # who holds the request: its reservation goes when this ingress is lost
 
 
 class AdmitTenant(Message, frozen=True, kw_only=True):
@@ -464,6 +466,7 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     held_back: tuple[int, ...] = ()  # free blocks no newcomer gets: to grow into, and for those preempted; per group
     revoked: tuple[Attempt, ...] = ()  # held, not begun, and without blocks: may be placed elsewhere
     preemptions: int = 0  # in this incarnation
+    itl_target: ItlTarget = ItlTarget()  # that its steps keep
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

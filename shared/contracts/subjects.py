@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from shared.contracts import admin_messages as am
 from shared.contracts import batch_messages as b
+from shared.contracts import idempotency_messages as i
 from shared.contracts import messages as m
 from shared.contracts.errors import ProtocolError
 from shared.contracts.ids import IngressId, TenantId, WorkerId, is_id
@@ -24,6 +26,7 @@ POLICY_AUTHENTICATE = f"{PREFIX}.policy.authenticate"
 POLICY_ADMIT = f"{PREFIX}.policy.admit"
 POLICY_ADMIT_TENANT = f"{PREFIX}.policy.admit-tenant"
 POLICY_ADMIN = f"{PREFIX}.policy.admin"
+POLICY_IDEMPOTENCY = f"{PREFIX}.policy.idempotency"
 POLICY_SETTLE = f"{PREFIX}.policy.settle"
 POLICY_EVENTS = f"{PREFIX}.policy.events"
 INDEX_MATCH = f"{PREFIX}.index.match"
@@ -49,6 +52,10 @@ def gateway_event(ingress: IngressId) -> str:
 
 def gateway_beat(ingress: IngressId) -> str:
     return f"{PREFIX}.gateway.{_id(ingress)}.beat"
+
+
+def gateway_ask(ingress: IngressId) -> str:
+    return f"{PREFIX}.gateway.{_id(ingress)}.ask"
 
 
 def index_events(worker: WorkerId) -> str:
@@ -78,6 +85,7 @@ def handoff(worker: WorkerId, verb: str) -> str:
     return f"{PREFIX}.handoff.{_id(worker)}.{_id(verb)}"
 
 
+@lru_cache(maxsize=64)
 def stream(ingress: IngressId) -> str:
     return f"{PREFIX}.stream.{_id(ingress)}"
 
@@ -177,6 +185,15 @@ HOPS: tuple[Hop, ...] = (
         am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery,
         am.Tenants,
     ),
+    Hop(
+        "policy.idempotency",
+        "request",
+        POLICY_IDEMPOTENCY,
+        GATEWAY,
+        ("policy",),
+        i.IdempotencyClaim | i.IdempotencyWrite,
+        i.IdempotencyState | i.IdempotencyWritten | m.Refusal,
+    ),
     Hop("policy.settle", "stream", POLICY_SETTLE, INGRESS, ("policy",), m.Settle),
     Hop(
         "policy.events",
@@ -197,7 +214,15 @@ HOPS: tuple[Hop, ...] = (
         m.Placed | m.PlacementRefused | m.WorkerLost,
         m.EventsSeen,
     ),
-    Hop("gateway.beat", "publish", ANY_GATEWAY_BEAT, INGRESS, (*GATEWAY, "scheduler", *WORKERS), m.GatewayBeat),
+    Hop(
+        "gateway.beat",
+        "publish",
+        ANY_GATEWAY_BEAT,
+        INGRESS,
+        (*GATEWAY, "policy", "scheduler", *WORKERS),
+        m.GatewayBeat,
+    ),
+    Hop("gateway.ask", "request", f"{PREFIX}.gateway.*.ask", ("policy",), INGRESS, i.IngressAsked, i.IngressHere),
     Hop("index.match", "request", INDEX_MATCH, ("scheduler",), ("prefix-cache-index",), m.Match, m.Matched | m.Refusal),
     Hop("index.extend", "request", INDEX_EXTEND, WORKERS, ("prefix-cache-index",), m.Extend, m.Extended | m.Refusal),
     Hop("index.purge", "request", INDEX_PURGE, (ADMIN,), ("prefix-cache-index",), m.Purge, m.PurgeReceipt | m.Refusal),

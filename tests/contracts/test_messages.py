@@ -11,6 +11,7 @@ import pytest
 
 from shared.contracts import admin_messages as am
 from shared.contracts import batch_messages as b
+from shared.contracts import idempotency_messages as i
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
@@ -33,7 +34,7 @@ def test_bytes_equal_the_golden_file() -> None:
 def test_every_message_class_is_in_the_table() -> None:
     defined = {
         c.__name__
-        for module in (m, am, b)
+        for module in (m, am, b, i)
         for c in vars(module).values()
         if isinstance(c, type) and issubclass(c, Message) and c is not Message
     }
