@@ -1,0 +1,144 @@
+"""Grammars compiled for one tokenizer, by llguidance; compiled ones are kept by digest.
+
+Everything here may block: compiling takes a millisecond for a common schema and is cut off by limits of work, not of
+time, so that what one process compiled every other does too. Nothing fails open: what the library does not support it
+refuses, and its options that would overlook something are not in reach of clients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.contracts.errors import InvalidInput
+from shared.grammar.constraint import Constraint
+from shared.text.tokenizer import Tokenizer, load_tokenizer
+
+Bits = NDArray[np.uint32]
+
+MAX_KEPT = 128
+SLOW_S = 1.0
+"""A grammar whose first mask takes longer than this would hold up others' steps later."""
+_MAX_REASON_CHARS = 300
+_LIMITS = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class GrammarCompiler:
+    """Grammars for one tokenizer; safe to use from several threads.
+
+    Args:
+        eos_ids: tokens that end an output, beside the tokenizer's own; they are allowed where the grammar may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int] = ()) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self.eos_ids = tuple(sorted({i for i in (*tokenizer.eos_ids, *eos_ids) if 0 <= i < self.vocab_size}))
+        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self.eos_ids))
+        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=list(self.eos_ids) or None)
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, llguidance.LLMatcher | str] = OrderedDict()
+
+    def require(self, grammar: str, field: str = "response_format") -> None:
+        """Compile and keep a grammar.
+
+        Raises:
+            InvalidInput: it is wrong, not supported, takes too much work or matches nothing (param `field`).
+        """
+        found = self._compiled(grammar)
+        if isinstance(found, str):
+            raise InvalidInput(f"{field}: {found}", param=field)
+
+    def constraint(self, grammar: str) -> Constraint:
+        """A new output's place in a grammar. Raises InvalidInput as `require`."""
+        found = self._compiled(grammar)
+        if isinstance(found, str):
+            raise InvalidInput(f"response_format: {found}", param="response_format")
+        with self._lock:
+            return Constraint(found.deep_copy(), self.eos_ids)
+
+    def _compiled(self, grammar: str) -> llguidance.LLMatcher | str:
+        """The matcher of a grammar, or why there is none."""
+        key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = self._compile(grammar)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher | str:
+        started = time.thread_time()
+        try:
+            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        except Exception as exc:  # the library maps most faults to its own state, and panics to exceptions
+            return _reason(str(exc))
+        if matcher.is_error():
+            return _reason(matcher.get_error())
+        # what is made lazily is made here, on a copy whose first mask tells whether anything can match at all
+        first = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)
+        if matcher.is_error():
+            return _reason(matcher.get_error())
+        if not first.any():
+            return "no output can match it"
+        if time.thread_time() - started > SLOW_S:
+            return "it takes too much work"
+        return matcher
+
+
+class LazyCompiler:
+    """The compiler of a model folder, made when it is first needed: that takes half a second, and most never need it."""
+
+    def __init__(self, folder: Path, eos_ids: Iterable[int] = ()) -> None:
+        self._folder = folder
+        self._eos_ids = tuple(eos_ids)
+        self._lock = threading.Lock()
+        self._made: GrammarCompiler | None = None
+
+    def get(self) -> GrammarCompiler:
+        """The compiler. Raises SettingsError for a folder without a tokenizer that can be used."""
+        with self._lock:
+            if self._made is None:
+                self._made = GrammarCompiler(load_tokenizer(self._folder), self._eos_ids)
+            return self._made
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer: the bytes of every token, and the ids of a text."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_ids[0] if eos_ids else 0
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = [token.id for token in tokenizer.special_tokens.values()]
+        self.tokens = [tokenizer.token_bytes(i, skip_special=False) for i in range(tokenizer.vocab_size)]
+
+    def __call__(self, text: str) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("takes text")  # tells the library to hand over text
+        return self._tokenizer.encode(text)
+
+
+def _reason(message: str) -> str:
+    """The library's words on one line; they may quote the grammar, which is the client's own."""
+    words = " ".join(message.replace("<non-verbose/>", "").split())
+    return f"not supported: {words[:_MAX_REASON_CHARS]}"

@@ -1,0 +1,104 @@
+"""Grammars as text: what a client asked for, in llguidance's form. Pure; whether one compiles, `compiler` says.
+
+A grammar is JSON of the form `{"grammars": [{"json_schema": …} | {"lark_grammar": …}]}`. Equal requests give equal
+text, so that a digest of it names what was compiled.
+
+Whitespace between the tokens of JSON is a space, or a new line with its indent: enough for either way of writing, and
+nothing that a model could repeat for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.contracts.errors import InvalidInput
+
+MAX_BYTES = 64 * 1024
+"""Of a grammar: it travels with the request, once a choice."""
+MAX_DEPTH = 64
+"""Of a schema; the library's own limit lies a little above, and depends on the parts of it."""
+MAX_CHOICES = 1000
+OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,24})?"}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_OPTIONS_KEY = "x-guidance"
+
+
+def schema_grammar(schema: Mapping[str, Any], field: str) -> str:
+    """JSON that a schema describes.
+
+    Args:
+        field: where it stands in the request, for errors.
+
+    Raises:
+        InvalidInput: too large, too deep, or with options of the library in it.
+    """
+    return _grammars([{"json_schema": json_schema(schema, field)}], field)
+
+
+def json_schema(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A client's schema with our options in it. Raises as `schema_grammar`."""
+    _check(schema, field)
+    return {**schema, _OPTIONS_KEY: dict(OPTIONS)}
+
+
+def regex_grammar(pattern: str, field: str) -> str:
+    """Text that a regular expression matches from end to end. Raises InvalidInput for one that is too large."""
+    return lark_grammar(f"start: {regex(pattern)}", field)
+
+
+def choice_grammar(choices: Sequence[str], field: str) -> str:
+    """One of the texts. Raises InvalidInput for none, too many or an empty one."""
+    if not choices or len(choices) > MAX_CHOICES:
+        raise InvalidInput(f"{field}: must hold 1 to {MAX_CHOICES} choices", param=field)
+    if not all(choices):
+        raise InvalidInput(f"{field}: a choice must not be empty", param=field)
+    return lark_grammar(f"start: {' | '.join(map(literal, choices))}", field)
+
+
+def lark_grammar(text: str, field: str) -> str:
+    """What a grammar of llguidance's Lark describes. Raises InvalidInput for one that is too large."""
+    return _grammars([{"lark_grammar": text}], field)
+
+
+def literal(text: str) -> str:
+    """A text as a string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex(pattern: str) -> str:
+    """A pattern as a regular expression of Lark."""
+    # a slash would end it, and a line break may stand in a client's pattern
+    escaped = re.sub(r"\\.|/|\n|\r", _escape, pattern, flags=re.DOTALL)
+    return f"/{escaped}/"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n", "\r": r"\r"}.get(match.group(), match.group())
+
+
+def _grammars(grammars: list[dict[str, Any]], field: str) -> str:
+    text = json.dumps({"grammars": grammars}, ensure_ascii=False, separators=(",", ":"))
+    if len(text.encode()) > MAX_BYTES:
+        raise InvalidInput(f"{field}: a grammar has at most {MAX_BYTES} bytes", param=field)
+    return text
+
+
+def _check(value: Any, field: str) -> None:
+    """No options in a schema, and no more than `MAX_DEPTH` levels. Without recursion, as the depth is a stranger's."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        following: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                if _OPTIONS_KEY in item:
+                    raise InvalidInput(f"{field}: {_OPTIONS_KEY} is not supported", param=field)
+                following.extend(item.values())
+            elif isinstance(item, list):
+                following.extend(item)
+        if not following:
+            return
+        level = following
+    raise InvalidInput(f"{field}: a schema has at most {MAX_DEPTH} levels", param=field)
