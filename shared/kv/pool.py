@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.ids import WorkerId, is_id
+from shared.kv.huge_pages import HugeMapping
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.kv.pool_file import SUFFIX, make_locked
 
@@ -35,10 +35,9 @@ class Pool:
         self.path = path
         self.layout = layout
         self._fd = fd
-        self._map = mmap.mmap(fd, layout.total_bytes)
-        with contextlib.suppress(OSError, AttributeError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = memoryview(self._map)
+        self._map = HugeMapping(fd, layout.total_bytes)
+        self.huge_bytes = self._map.collapse()  # of the pool, in huge pages: a kernel that has none gives 0
+        self._bytes = self._map.view()
 
     def span(self, group: int, block_id: int) -> memoryview:
         """One block's bytes. Raises IndexError outside the pool."""
@@ -63,8 +62,7 @@ class Pool:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self._bytes.release()
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        self._map.close()
         os.close(self._fd)
         self._fd = -1
 
@@ -80,7 +78,7 @@ class Pool:
         num_blocks = self.layout.num_blocks[index]
         shape = (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
         flat = torch.frombuffer(
-            memoryview(self._map),  # kept by the tensor: the mapping cannot go before it
+            self._map.view(),  # kept by the tensor: the mapping cannot go before it
             dtype=getattr(torch, group.dtype),
             count=num_blocks * group.span_bytes // getattr(torch, group.dtype).itemsize,
             offset=self.layout.group_offset(index),

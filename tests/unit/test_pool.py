@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -11,7 +12,9 @@ import torch
 
 from shared.contracts.errors import SettingsError, Unavailable
 from shared.contracts.ids import WorkerId
+from shared.kv import huge_pages
 from shared.kv import pool as pool_module
+from shared.kv.huge_pages import HUGE_PAGE
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.kv.pool import Pool, create_pool, sweep
 from shared.kv.transfer import PeerPool, owner_lives
@@ -171,3 +174,38 @@ def test_the_owner_holds_the_lock_through_its_own_descriptor(tmp_path: Path) -> 
         with pytest.raises(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.close(fd)
+
+
+def test_a_pool_lies_at_a_huge_page_and_says_how_much_of_it_is_in_some(tmp_path: Path) -> None:
+    group = LayerGroup("full", (0,), num_kv_heads=1, head_dim=64, block_size=32, dtype="float32")
+    layout = PoolLayout((group,), (300,))  # 4.7 MiB: two huge pages and a rest
+    with create_pool(tmp_path, WORKER, layout) as pool:
+        (view,) = pool.views()
+        assert view.data_ptr() % HUGE_PAGE == 0
+        view[299] = 3.0
+        assert torch.frombuffer(pool.span(0, 299), dtype=torch.float32).eq(3.0).all()
+        assert not any(pool.span(0, 298))
+        assert pool.huge_bytes in (0, 2 * HUGE_PAGE)
+
+
+def test_a_kernel_that_refuses_huge_pages_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int, size: int, advice: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(huge_pages, "_advise", refuse)
+    with make(tmp_path) as pool:
+        assert pool.huge_bytes == 0
+        pool.views()[0].fill_(1.0)
+
+
+def test_a_machine_that_takes_long_is_asked_for_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(huge_pages, "_advise", lambda address, size, advice: asked.append(size))
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, 3 * HUGE_PAGE)
+    mapping = huge_pages.HugeMapping(fd, 3 * HUGE_PAGE)
+    assert mapping.collapse(longest_s=-1.0) == 0
+    assert mapping.collapse() == 3 * HUGE_PAGE
+    assert asked == [3 * HUGE_PAGE, 3 * HUGE_PAGE, 3 * HUGE_PAGE]  # twice in advance, once to gather
+    mapping.close()
+    os.close(fd)
