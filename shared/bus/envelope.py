@@ -50,15 +50,21 @@ def may_answer(reply_subject: str, raw: bool = False) -> bool:
     return reply_subject.startswith(INBOX_PREFIX) or (raw and reply_subject.startswith(CROSSING_PREFIX))
 
 
+def payload_of(subject: str, message: Sent, limit: int) -> bytes:
+    """What of a message travels without its headers. Raises ProtocolError when it is larger than `limit` bytes."""
+    payload = encode(message)
+    if len(payload) > limit:
+        raise ProtocolError(f"{type(message).__name__} for {subject} takes {len(payload)} bytes; the limit is {limit}")
+    return payload
+
+
 def outgoing(subject: str, message: Sent, budget_s: float | None, limit: int) -> tuple[bytes, Headers | None]:
     """Payload and headers of a message about to be sent: trace context and remaining budget included, unless it is raw
     bytes, whose reader is a tenant.
 
     Raises ProtocolError when the payload is larger than `limit` bytes.
     """
-    payload = encode(message)
-    if len(payload) > limit:
-        raise ProtocolError(f"{type(message).__name__} for {subject} takes {len(payload)} bytes; the limit is {limit}")
+    payload = payload_of(subject, message, limit)
     if isinstance(message, bytes):
         return payload, None
     headers: Headers = {}

@@ -171,6 +171,13 @@ class MemoryBus:
         self._require_connection(subject)
         self._broker.route(parcel)
 
+    def publish_now(self, subject: str, message: Sent) -> bool:
+        """As `Bus.publish_now`."""
+        payload = envelope.payload_of(subject, message, self._broker.max_payload)
+        if self.connected:
+            self._broker.route(Parcel(subject, payload, None))
+        return self.connected
+
     async def publish_durable(self, subject: str, message: Sent, *, message_id: str) -> None:
         """As `Bus.publish_durable`."""
         parcel = Parcel(subject, *envelope.outgoing(subject, message, None, self._broker.max_payload))

@@ -19,6 +19,8 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
+from nats.aio.transport import TcpTransport
+from nats.protocol.command import pub_cmd
 
 from shared.bus import envelope
 from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Sent, Subscription
@@ -35,12 +37,14 @@ DRAIN_TIMEOUT_S = 10.0
 FLUSH_TIMEOUT_S = 5
 JETSTREAM_TIMEOUT_S = 5.0
 RECONNECT_WAIT_S = 0.25
+MAX_UNSENT_BYTES = 256 * 1024
+"""What may lie in this process for a server that takes nothing, before a message waits for it in its sender's queue."""
 
 
 class NatsBus:
     """One connection to NATS as one service. Made by `connect_bus`."""
 
-    def __init__(self, client: Client, service: str, stats: BusStats, refused_subjects: set[str]) -> None:
+    def __init__(self, client: DirectClient, service: str, stats: BusStats, refused_subjects: set[str]) -> None:
         self._client = client
         self._js = client.jetstream(timeout=JETSTREAM_TIMEOUT_S)
         self._leases = LeaseBucket(self._js)
@@ -61,6 +65,10 @@ class NatsBus:
             await self._client.publish(subject, payload, headers=headers)
         except nats.errors.Error as exc:
             raise self._mapped(exc, subject) from exc
+
+    def publish_now(self, subject: str, message: Sent) -> bool:
+        """As `Bus.publish_now`: a third of the time `publish` takes, which wakes two tasks and makes three futures."""
+        return self._client.write(subject, envelope.payload_of(subject, message, self._client.max_payload))
 
     async def publish_durable(self, subject: str, message: Sent, *, message_id: str) -> None:
         """JetStream: returns when stored; `message_id` deduplicates within the stream's window. Raises Unavailable."""
@@ -268,13 +276,26 @@ class NatsBus:
             log.warning("answer to %s not sent: %r", msg.subject, exc)
 
 
-class _Client(Client):
-    """nats-py's client stops reading for good at a header it cannot decode; tenants write headers as they like."""
+class DirectClient(Client):
+    """nats-py's client, with a way past its flusher task, and with headers as tenants like to write them."""
+
+    def write(self, subject: str, payload: bytes) -> bool:
+        """Give the socket a message without headers. False: others wait before it, or the server takes no more."""
+        transport = self._transport
+        if self._pending or self._status != Client.CONNECTED or not isinstance(transport, TcpTransport):
+            return False
+        writer = transport._io_writer
+        if writer is None or writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            return False
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(payload)
+        writer.write(pub_cmd(subject, "", payload))
+        return True
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
             return await super()._process_headers(headers)
-        except Exception:
+        except Exception:  # the library would stop reading for good
             log.warning("dropped a message's headers: they do not decode")
             return None
 
@@ -322,7 +343,7 @@ async def connect_bus(
 
     Raises Unavailable when no connection comes about within 10 seconds, Forbidden when NATS refuses the credentials.
     """
-    client = _Client()
+    client = DirectClient()
     stats = BusStats()
     refused: set[str] = set()
     forbidden, leaving = asyncio.Event(), asyncio.Event()

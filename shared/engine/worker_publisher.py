@@ -24,7 +24,10 @@ MAX_WAITING = 10_000
 
 
 class Publisher:
-    """An ordered queue in front of `bus.publish`. All methods run on the event loop."""
+    """Sends at once what the bus takes at once; the rest queues up, in order, in front of `bus.publish`.
+
+    All methods run on the event loop.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self.lost = 0
@@ -36,11 +39,21 @@ class Publisher:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, subject: str, message: msgspec.Struct, context: Context | None = None) -> None:
-        """Queue a message; `context` is the trace it belongs to."""
+        """Send or queue a message; `context` is the trace it belongs to."""
+        if context is None and self._idle.is_set() and self._sent(subject, message):
+            return
         self.lost += len(self._waiting) == MAX_WAITING
         self._waiting.append((subject, message, context))
         self._idle.clear()
         self._grown.set()
+
+    def _sent(self, subject: str, message: msgspec.Struct) -> bool:
+        """Whether that is all: it has left, or never can."""
+        try:
+            return self._bus.publish_now(subject, message)
+        except Exception as exc:
+            self._lose(subject, exc)
+            return True
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything queued was handed to the bus, at most `timeout_s`."""
@@ -66,12 +79,15 @@ class Publisher:
         token = otel_context.attach(context) if context is not None else None
         try:
             await self._bus.publish(subject, message)
-        except BatonError as exc:
-            self.lost += 1
-            log.debug("lost a message on %s: %s", subject, exc)
-        except Exception:
-            self.lost += 1
-            log.exception("a message on %s could not be sent", subject)
+        except Exception as exc:
+            self._lose(subject, exc)
         finally:
             if token is not None:
                 otel_context.detach(token)
+
+    def _lose(self, subject: str, exc: Exception) -> None:
+        self.lost += 1
+        if isinstance(exc, BatonError):
+            log.debug("lost a message on %s: %s", subject, exc)
+        else:
+            log.error("a message on %s could not be sent", subject, exc_info=exc)

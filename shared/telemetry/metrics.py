@@ -109,11 +109,7 @@ class Metrics:
         if not self._zeroed:
             self._zeroed = True
             self._zero()
-        for read in self._readers:
-            try:
-                read()
-            except Exception:
-                log.exception("a metric could not be read")
+        self._read()
         encode, content_type = choose_encoder(accept)
         if isinstance(encode, functools.partial):
             # None of our names needs escaping, and the library's turns the colon of `vllm:` into an underscore.
@@ -121,10 +117,18 @@ class Metrics:
         return encode(self.registry), content_type
 
     def value(self, metric: Metric, **labels: str) -> float:
-        """A counter's or gauge's value, or how many values a histogram has; for tests."""
+        """A counter's or gauge's value, or how many values a histogram has, as a scrape would show it; for tests."""
+        self._read()
         name = {"counter": metric.exposed, "gauge": metric.name, "histogram": f"{metric.name}_count"}[metric.kind]
         given = {label: self._allowed(metric, label, labels.get(label)) for label in metric.labels}
         return self.registry.get_sample_value(name, given) or 0.0
+
+    def _read(self) -> None:
+        for read in self._readers:
+            try:
+                read()
+            except Exception:
+                log.exception("a metric could not be read")
 
     def _child(self, metric: Metric, labels: dict[str, str]) -> Family | None:
         key = (metric.name, tuple(labels.items()))

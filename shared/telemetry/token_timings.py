@@ -25,9 +25,11 @@ class TokenTimings:
 
     def add(self, now: float, tokens: int) -> None:
         """`tokens` arrived together at `now`. Several share their gap evenly."""
-        if tokens <= 0:
+        if tokens == 1 and self.ttft_s is not None:
+            self._gaps.append(now - self._last)
+        elif tokens <= 0:
             return
-        if self.ttft_s is None:
+        elif self.ttft_s is None:
             self.ttft_s = now - self._start
             tokens_after = tokens - 1
             self._gaps.extend([0.0] * tokens_after)

@@ -48,6 +48,7 @@ async def test_everything_goes_on_after_a_restart_of_nats(own_nats_server: NatsS
 
         own_nats_server.kill()
         await until(lambda: not two.connected and not one.connected)
+        assert not two.publish_now("tell", Note(text="lost"))
         with pytest.raises(Unavailable, match="tell"):
             await two.publish("tell", Note())
         with pytest.raises(Unavailable, match="ask"):

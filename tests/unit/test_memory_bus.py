@@ -74,6 +74,29 @@ async def test_request_and_reply(connect: Connect, topic: str) -> None:
     assert await client.request(topic, Ask(text="hi"), Reply, timeout_s=2) == Reply(text="HI")
 
 
+async def test_what_is_sent_at_once_keeps_its_place_among_what_waits(connect: Connect, topic: str) -> None:
+    listener, sender = await connect("gateway"), await connect("decode")
+    heard: list[Delivery] = []
+    await listener.subscribe(topic, Ask, heard.append)
+    waited = 0
+    for number in range(30):
+        message = Ask(text=str(number))
+        # as its users do: what is not taken at once waits its turn
+        if number % 5 == 4 or not sender.publish_now(topic, message):
+            waited += 1
+            await sender.publish(topic, message)
+    await until(lambda: len(heard) == 30, timeout_s=30)
+    assert [delivery.message.text for delivery in heard] == [str(number) for number in range(30)]
+    assert 6 <= waited < 30
+    assert all(delivery.deadline is None for delivery in heard)
+
+
+async def test_what_is_sent_at_once_has_the_same_limit(connect: Connect, topic: str) -> None:
+    sender = await connect("decode")
+    with pytest.raises(ProtocolError, match=topic):
+        sender.publish_now(topic, Ask(text="x" * (envelope.MAX_PAYLOAD_BYTES + 1)))
+
+
 async def test_nobody_listens_is_told_at_once_and_names_the_hop(connect: Connect, topic: str) -> None:
     client = await connect("gateway")
     started = time.monotonic()
