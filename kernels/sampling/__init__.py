@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import reference
-from kernels.sampling.noise import gumbel, gumbel_all, uniform
+from kernels.sampling.adjustment import Adjustment, adjust
+from kernels.sampling.logprobs import row_logprobs
+from kernels.sampling.noise import Floats, gumbel, gumbel_all, uniform
 
 GREEDY_BELOW = 1e-6
 """The noise left at a temperature this low is nothing, while a division by it can pass float32."""
@@ -28,14 +30,15 @@ class RowSampling:
     seed: int  # 64 bit
     position: int  # absolute position of the token drawn
     min_p: float = 0.0  # share of the best token's probability below which a token is dropped; 0 = off
+    adjustment: Adjustment | None = None  # done to the logits first
 
 
 def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     """One token id per row.
 
-    Order: temperature, then top-k (exactly k survive, ties to the lowest ids), then top-p (the smallest set whose
-    mass reaches p, at least one token, ties to the lowest ids), then min-p, then the draw in float32, ties to the
-    lowest id.
+    Order: adjustment, temperature, then top-k (exactly k survive, ties to the lowest ids), then top-p (the smallest
+    set whose mass reaches p, at least one token, ties to the lowest ids), then min-p, then the draw in float32, ties to
+    the lowest id.
     log p stands up to the row's constant, which cannot move the argmax.
 
     Args:
@@ -47,12 +50,15 @@ def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
     assert logits.is_contiguous()
     assert logits.device.type == "cpu", logits.device
     values = logits.to(torch.float32).numpy()
-    return [
-        reference.greedy(values[i])
-        if row.temperature < GREEDY_BELOW
-        else reference.sample(values[i], row.temperature, row.top_k, row.top_p, row.seed, row.position, row.min_p)
-        for i, row in enumerate(rows)
-    ]
+    return [_sample_row(values[i], row) for i, row in enumerate(rows)]
+
+
+def _sample_row(logits: Floats, row: RowSampling) -> int:
+    if row.adjustment is not None:
+        logits = adjust(logits, row.adjustment)
+    if row.temperature < GREEDY_BELOW:
+        return reference.greedy(logits)
+    return reference.sample(logits, row.temperature, row.top_k, row.top_p, row.seed, row.position, row.min_p)
 
 
 def greedy_rows(logits: Tensor) -> list[int]:
@@ -67,4 +73,4 @@ def greedy_rows(logits: Tensor) -> list[int]:
     return reference.greedy_rows((logits if logits.dtype == torch.float32 else logits.float()).numpy())
 
 
-__all__ = ["RowSampling", "greedy_rows", "gumbel", "gumbel_all", "sample", "uniform"]
+__all__ = ["Adjustment", "RowSampling", "greedy_rows", "gumbel", "gumbel_all", "row_logprobs", "sample", "uniform"]

@@ -18,6 +18,7 @@ from shared.contracts import subjects
 from shared.contracts.errors import BatonError, Internal, to_wire
 from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId, RequestId
+from shared.contracts.logprobs import pack_logprobs
 from shared.contracts.messages import Reserve, StreamFrame
 from shared.contracts.parts import Totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
@@ -89,10 +90,13 @@ class Book:
             if update.event:
                 changed = True
                 self._moved(held, held.choices[number], update.event)
+            if update.prompt_logprobs:
+                top = held.reserve.sampling[number].prompt_logprobs
+                self.outbox.scored(held.attempt, number, pack_logprobs(update.prompt_logprobs, top))
             if update.token_ids:
                 self._count(held, number, len(update.token_ids))
                 held.choices[number].saw(len(update.token_ids), now)
-                self.outbox.tokens(held.attempt, number, update.token_ids)
+                self.outbox.tokens(held.attempt, number, update.token_ids, held.packed(number, update.logprobs))
             if any(update.completed):
                 self.shell.tagger.completed(update.seq_id, update.completed, ask=True)
             if update.finish:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 from shared.contracts.attempt import Attempt
 from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId
+from shared.contracts.logprobs import TokenLogprob, pack_logprobs
 from shared.contracts.messages import Refusal, Reserve, Reserved
 from shared.contracts.parts import Totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
@@ -102,12 +103,21 @@ class Held:
     def path(self) -> str:
         return "handed_off" if self.sink is not None and self.sink.state in ("waiting", "done") else "local"
 
+    def packed(self, number: int, logprobs: Sequence[TokenLogprob]) -> bytes:
+        """A choice's log-probabilities for the wire; nothing when none came."""
+        return pack_logprobs(logprobs, self.reserve.sampling[number].logprobs) if logprobs else b""
+
     def account(self, choice: Choice, totals: Totals) -> Totals:
-        """The batcher's totals with the wall time and bytes it does not know."""
+        """The batcher's totals with the wall time and bytes it does not know.
+
+        What the prompt had in the cache is the first choice's to tell: the others find it where that one put it.
+        """
+        first = choice is self.choices[0]
         return msgspec.structs.replace(
             totals,
+            cached_tokens=totals.cached_tokens if first else min(totals.cached_tokens, self.num_cached_tokens),
             first_token_s=max(0.0, choice.first_at - self.reserved_at) if choice.timings.count else 0.0,
-            bytes_pulled=self.pulls.num_bytes if choice is self.choices[0] else 0,
+            bytes_pulled=self.pulls.num_bytes if first else 0,
         )
 
 

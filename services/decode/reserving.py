@@ -49,7 +49,8 @@ def require_sane(message: Reserve, grant: Grant, max_positions: int) -> None:
 def finish_of_resumed(held: Held, eos_token_ids: frozenset[int]) -> str:
     """The finish reason of a request whose output was complete when it came; empty when there is more to sample."""
     sampling = held.reserve.sampling[0]
-    if held.committed and held.committed[-1] in eos_token_ids and not sampling.ignore_eos:
+    last = held.committed[-1] if held.committed else -1
+    if last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos):
         return STOP
     return LENGTH if len(held.committed) >= sampling.max_tokens else ""
 

@@ -32,6 +32,8 @@ RECORD_BYTES = 512
 class _Choice:
     base: int  # sequence number of tokens[0]
     tokens: list[int] = field(default_factory=list)
+    logprobs: bytearray = field(default_factory=bytearray)  # of `tokens`, packed; empty when none are asked for
+    prompt_logprobs: bytearray = field(default_factory=bytearray)
     sent: int = 0  # tokens handed to a frame
     finish: str = ""
     totals: Totals | None = None
@@ -45,12 +47,21 @@ class _Choice:
 
     def records(self, attempt: Attempt, choice: int, start: int, limit_bytes: int) -> list[StreamRecord]:
         """Records of tokens[start:sent] and, when it is due, the final."""
-        step = max(1, (limit_bytes - RECORD_BYTES) // 4)
+        width = len(self.logprobs) // len(self.tokens) if self.logprobs else 0  # bytes a token
+        step = max(1, (limit_bytes - RECORD_BYTES) // (4 + width))
         cuts = list(range(start, self.sent, step)) or [start]
         records = [
-            StreamRecord(attempt, choice, self.base + i, pack_tokens(self.tokens[i : min(i + step, self.sent)]))
+            StreamRecord(
+                attempt,
+                choice,
+                self.base + i,
+                pack_tokens(self.tokens[i : min(i + step, self.sent)]),
+                logprobs=bytes(self.logprobs[i * width : min(i + step, self.sent) * width]),
+            )
             for i in cuts
         ]
+        if start == 0 and self.prompt_logprobs:
+            records[0] = msgspec.structs.replace(records[0], prompt_logprobs=bytes(self.prompt_logprobs))
         if self.final_sent:
             records[-1] = msgspec.structs.replace(records[-1], finish=self.finish, totals=self.totals, error=self.error)
         return records
@@ -109,12 +120,22 @@ class StreamOutbox:
                 self._mark(entry, number)
         return True
 
-    def tokens(self, attempt: Attempt, choice: int, token_ids: Sequence[int]) -> None:
-        """New output tokens. Dropped when the attempt is not open or the choice has ended."""
+    def tokens(self, attempt: Attempt, choice: int, token_ids: Sequence[int], logprobs: bytes = b"") -> None:
+        """New output tokens, and their log-probabilities if the choice wants them, packed.
+
+        Dropped when the attempt is not open or the choice has ended.
+        """
         entry = self._get(attempt)
         if entry is not None and token_ids and not entry.choices[choice].finish:
             entry.choices[choice].tokens.extend(token_ids)
+            entry.choices[choice].logprobs += logprobs
             self._mark(entry, choice)
+
+    def scored(self, attempt: Attempt, choice: int, logprobs: bytes) -> None:
+        """More log-probabilities of the prompt's tokens, packed; they go out with the first output token."""
+        entry = self._get(attempt)
+        if entry is not None:
+            entry.choices[choice].prompt_logprobs += logprobs
 
     def finish(
         self, attempt: Attempt, choice: int, finish: str, totals: Totals | None, error: ErrorInfo | None = None
@@ -257,7 +278,7 @@ class StreamOutbox:
         part: list[StreamRecord] = []
         size = 0
         for record in records:
-            cost = RECORD_BYTES + len(record.token_ids)
+            cost = RECORD_BYTES + len(record.token_ids) + len(record.logprobs) + len(record.prompt_logprobs)
             if part and size + cost > self._max_bytes:
                 frames.append(self._frame(ingress, records=tuple(part)))
                 part, size = [], 0

@@ -33,12 +33,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str = ""  # the output keeps to it, from its first token on; as `shared.grammar` writes them
 
     @property
+    def looks_back(self) -> bool:
+        """True when earlier tokens have a say in the draw."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
     def adjusts(self) -> bool:
         """True when logits are changed before the draw."""
         return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
+            self.looks_back
             or self.logit_bias
             or self.min_tokens
         )

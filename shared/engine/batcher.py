@@ -16,11 +16,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from shared.contracts.ids import BlockTag
-from shared.contracts.parts import Totals
+from shared.contracts.logprobs import TokenLogprob
+from shared.contracts.parts import ItlTarget, Totals
 from shared.engine.batching_policy import Batching, make_policy
 from shared.engine.block_room import BlockRoom, ReservationRefused, may_run, urgency
 from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
-from shared.engine.prompt_budget import prompt_budget
+from shared.engine.prompt_budget import NO_TARGET, prompt_budget
 from shared.engine.sequence import (
     CANCELLED,
     ERROR,
@@ -37,6 +38,9 @@ from shared.kv.block_pool import BlockCounts, BlockPool, TagEvents
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import PoolLayout
 
+SCORED_CHUNK = 64
+"""Most prompt tokens in a step of a sequence that wants their log-probabilities."""
+
 
 class NoSlot(ReservationRefused):
     """As many sequences are live as the engine runs at once."""
@@ -48,7 +52,7 @@ class BatcherConfig:
 
     token_budget: int = 512  # most tokens in a step
     lone_token_budget: int = 0  # most tokens in a step in which nothing decodes, if larger
-    itl_target_s: float = 0.0  # how long a step may take while sequences decode; see `prompt_budget`. 0 = no matter
+    itl_target: ItlTarget = NO_TARGET  # how long a step may take while sequences decode; see `prompt_budget`
     max_num_seqs: int = 32  # most live sequences, waiting for KV included
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     depth: int = 1  # steps that may be planned while one is in flight
@@ -60,7 +64,7 @@ class BatcherConfig:
     def __post_init__(self) -> None:
         if self.token_budget <= self.max_num_seqs:
             raise ValueError(f"a budget of {self.token_budget} tokens must exceed {self.max_num_seqs} sequences")
-        if self.itl_target_s < 0 or self.lone_token_budget < 0:
+        if min(self.itl_target.least_s, self.itl_target.times, self.lone_token_budget) < 0:
             raise ValueError("the target of a token's latency and the lone token budget must not be negative")
         if min(self.max_num_seqs, self.quantum) < 1 or min(self.depth, self.chunk_size) < 0:
             raise ValueError("sequences and quantum must be positive, depth and chunk size not negative")
@@ -245,7 +249,7 @@ class Batcher:
         budget = self.config.token_budget if scheduled else max(self.config.token_budget, self.config.lone_token_budget)
         chunk_size = self.config.chunk_size or budget
         wants = [
-            PrefillWant(s.spec.seq_id, s.spec.tenant, s.spec.weight, min(s.num_pending_tokens, chunk_size))
+            PrefillWant(s.spec.seq_id, s.spec.tenant, s.spec.weight, min(s.num_pending_tokens, _chunk(s, chunk_size)))
             for s in self._sequences.values()
             if s.num_pending_tokens > 1 and may_run(s, allowed)
         ]
@@ -273,7 +277,8 @@ class Batcher:
         self._in_flight.popleft()
         token_s = output.duration_s / plan.num_tokens
         for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
-            self._commit_row(row, sampled, token_s * len(row.token_ids), bad=i in output.bad_rows)
+            logprobs = output.logprobs.get(i, ())
+            self._commit_row(row, sampled, token_s * len(row.token_ids), logprobs, bad=i in output.bad_rows)
         return self.take_updates()
 
     def fail_step(self, step: int, detail: str) -> list[SequenceUpdate]:
@@ -387,18 +392,21 @@ class Batcher:
         return sum(1 for seq in self._sequences.values() if not seq.finish)
 
     def _prompt_budget(self, most: int, decodes: Seq[ScheduledSequence], wants: Seq[PrefillWant]) -> int:
-        if not (wants and decodes and self.config.itl_target_s):
+        if not (wants and decodes):
             return most
         context = sum(row.start + 1 for row in decodes)
         start = max(self._sequences[want.seq_id].num_computed_tokens for want in wants)
-        return prompt_budget(self.step_model, self.config.itl_target_s, most, len(decodes), context, start)
+        target = self.config.itl_target
+        return prompt_budget(self.step_model, target, most, len(decodes), len(wants), context, start)
 
     def _oldest(self, step: int) -> StepPlan:
         if not self._in_flight or self._in_flight[0].step != step:
             raise ValueError(f"step {step} is not the oldest in flight")
         return self._in_flight[0]
 
-    def _commit_row(self, row: ScheduledSequence, sampled: Seq[int], share_s: float, bad: bool) -> None:
+    def _commit_row(
+        self, row: ScheduledSequence, sampled: Seq[int], share_s: float, logprobs: Seq[TokenLogprob], bad: bool
+    ) -> None:
         seq = self._sequences[row.seq_id]
         seq.steps_in_flight -= 1
         seq.spent(row.start, share_s)
@@ -408,11 +416,19 @@ class Batcher:
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
             first_seq = seq.num_output_tokens
-            self._report(seq, first_seq, seq.append(sampled))
+            taken, scored = seq.append(sampled), len(row.scored)
+            self._report(seq, first_seq, taken, logprobs=logprobs[scored:][: len(taken)], scored=logprobs[:scored])
         self._let_go(seq)
 
     def _report(
-        self, seq: Sequence, first_seq: int = -1, token_ids: tuple[int, ...] = (), detail: str = "", event: str = ""
+        self,
+        seq: Sequence,
+        first_seq: int = -1,
+        token_ids: tuple[int, ...] = (),
+        detail: str = "",
+        event: str = "",
+        logprobs: Seq[TokenLogprob] = (),
+        scored: Seq[TokenLogprob] = (),
     ) -> None:
         self._updates.append(
             SequenceUpdate(
@@ -426,6 +442,8 @@ class Batcher:
                 detail=detail,
                 event=event,
                 started_at=seq.started_at,
+                logprobs=tuple(logprobs),
+                prompt_logprobs=tuple(scored),
             )
         )
 
@@ -463,11 +481,16 @@ class Batcher:
                 seq.cleaning += 1
 
 
+def _chunk(seq: Sequence, most: int) -> int:
+    """Most tokens of a sequence in a step: rows that are scored make logits, which take memory."""
+    return min(most, SCORED_CHUNK) if seq.spec.num_scored else most
+
+
 def _require_fit(plan: StepPlan, output: StepOutput) -> None:
     """Raises ValueError when a sequence that samples lacks its tokens; one with bad rows need not have any."""
     if len(output.sampled) != len(plan.sequences):
         raise ValueError(f"step {plan.step}: the output has {len(output.sampled)} of {len(plan.sequences)} sequences")
     for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
-        wanted = row.num_logits if row.sampling is not None else 0
+        wanted = row.num_sampled
         if len(sampled) != wanted and i not in output.bad_rows:
             raise ValueError(f"step {plan.step}: {len(sampled)} tokens where {wanted} were to be sampled")

@@ -377,10 +377,12 @@ def _widen(plan: StepPlan, part: StepOutput, sound: tuple[int, ...]) -> StepOutp
     """The output of a whole plan from that of some of its rows; the others get tokens that nobody will read."""
     if len(part.sampled) != len(sound):
         raise ValueError(f"step {plan.step}: the output does not fit the plan")
-    sampled = [(0,) * row.num_logits if row.sampling is not None else () for row in plan.sequences]
+    sampled = [(0,) * row.num_sampled for row in plan.sequences]
     for i, tokens in zip(sound, part.sampled, strict=True):
         sampled[i] = tokens
-    return replace(part, sampled=tuple(sampled), bad_rows=frozenset(sound[i] for i in part.bad_rows))
+    logprobs = {sound[i]: found for i, found in part.logprobs.items()}
+    bad_rows = frozenset(sound[i] for i in part.bad_rows)
+    return replace(part, sampled=tuple(sampled), bad_rows=bad_rows, logprobs=logprobs)
 
 
 def _widen_later(plan: StepPlan, part: PendingStep, sound: tuple[int, ...]) -> PendingStep:

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 
+from shared.contracts.logprobs import TokenLogprob
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.engine.step_time import DEFAULT_MODEL, StepTimeModel, context_of
 
@@ -39,7 +40,12 @@ class FakeRunner:
         """Takes and reports the predicted seconds."""
         duration_s = self._step_time.predict(plan.num_tokens, len(plan.sequences), context_of(plan))
         self._sleep(duration_s)
-        return StepOutput(plan.step, tuple(self._sample(row) for row in plan.sequences), duration_s=duration_s)
+        sampled = tuple(self._sample(row) for row in plan.sequences)
+        logprobs = {
+            i: tuple(_made_up_logprob(token, top) for token, top in _wanted(row, tokens))
+            for i, (row, tokens) in enumerate(zip(plan.sequences, sampled, strict=True))
+        }
+        return StepOutput(plan.step, sampled, duration_s=duration_s, logprobs=logprobs)
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
         """There is nothing to overwrite."""
@@ -48,5 +54,21 @@ class FakeRunner:
         if row.sampling is None:
             return ()
         end = row.start + len(row.token_ids)
-        first = end - row.num_logits + 1
-        return tuple(made_up_token(row.sampling.seed, p, self._vocabulary) for p in range(first, end + 1))
+        first = end - row.num_sampled + 1
+        vocabulary = self._vocabulary
+        tokens = [made_up_token(row.sampling.seed, p, vocabulary) for p in range(first, end + 1)]
+        return tuple(
+            next(t for t in range(token, token + len(row.banned) + 1) if t not in row.banned) for token in tokens
+        )
+
+
+def _wanted(row: ScheduledSequence, sampled: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Tokens whose log-probabilities are asked for, and how many others beside each."""
+    wanted = [(token, row.score_top) for token in row.scored]
+    if row.sampling is not None and row.sampling.logprobs >= 0:
+        wanted += [(token, row.sampling.logprobs) for token in sampled]
+    return wanted
+
+
+def _made_up_logprob(token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(-1.0, tuple((token + i, -1.0 - i) for i in range(top)))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kernels.linear import padded_rows
 from kernels.sampling import GREEDY_BELOW
-from shared.contracts.sampling import SamplingParams
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 from shared.kv.layout import LayerGroup
 
@@ -102,7 +101,7 @@ def build_forward_batch(plan: StepPlan, groups: Sequence[LayerGroup], all_logits
         logit_rows=_int64(logit_rows),
         logit_ranges=tuple(logit_ranges),
         in_flight=tuple(in_flight),
-        top_only=not all_logits and all(_is_greedy(s.sampling) for s in plan.sequences if s.num_logits),
+        top_only=not all_logits and all(_wants_top(s) for s in plan.sequences if s.num_logits),
         passing=not all_logits,
     )
 
@@ -112,8 +111,13 @@ def _int64(values: list[int]) -> Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int64))
 
 
-def _is_greedy(sampling: SamplingParams | None) -> bool:
-    return sampling is None or sampling.temperature < GREEDY_BELOW
+def _wants_top(sequence: ScheduledSequence) -> bool:
+    """True when only the largest logit of its rows matters."""
+    sampling = sequence.sampling
+    if sampling is None or sequence.scored:
+        return not sequence.scored
+    plain = not (sampling.adjusts or sampling.grammar or sampling.logprobs >= 0)
+    return plain and sampling.temperature < GREEDY_BELOW
 
 
 def _group_batch(plan: StepPlan, index: int, group: LayerGroup, padding: int) -> GroupBatch:

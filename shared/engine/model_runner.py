@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from shared.contracts.errors import Internal, SettingsError
+from shared.contracts.logprobs import TokenLogprob
 from shared.engine.forward_batch import ForwardBatch, build_forward_batch
-from shared.engine.sampler import sample_greedily, sample_sequences
+from shared.engine.sampler import logprobs_of, sample_greedily, sample_sequences
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.kv.pool import Pool
 from shared.model.decoder import DTYPES, Model
@@ -61,16 +63,18 @@ class ModelRunner:
         lost = self._resolve(batch, plan)
         logits = self._model.forward(batch, self._groups, self._pools)
         if batch.top_only:
+            logprobs: Mapping[int, tuple[TokenLogprob, ...]] = {}
             sampled, bad = sample_greedily(logits, plan.sequences, batch.logit_ranges, lost)
         else:
             bad = _not_finite(logits, batch) | lost
             if self._record_logits is not None:
                 self._record(plan, batch, logits)
-            sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad)
+            sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad, _tokens(batch))
+            logprobs = logprobs_of(logits, plan.sequences, batch.logit_ranges, sampled, bad)
         self._last = {
             sequence.seq_id: tokens for sequence, tokens in zip(plan.sequences, sampled, strict=True) if tokens
         } | {plan.sequences[i].seq_id: () for i in bad}
-        return StepOutput(plan.step, sampled, bad, time.perf_counter() - start)
+        return StepOutput(plan.step, sampled, bad, time.perf_counter() - start, logprobs)
 
     def _resolve(self, batch: ForwardBatch, plan: StepPlan) -> frozenset[int]:
         """Fill in tokens in flight. Returns the sequences whose token never came, because their row was bad."""
@@ -94,6 +98,12 @@ class ModelRunner:
             end = sequence.start + len(sequence.token_ids)
             for i, row in enumerate(span):
                 self._record_logits(sequence.seq_id, end - len(span) + i, logits[row])
+
+
+def _tokens(batch: ForwardBatch) -> list[list[int]]:
+    """Per sequence the tokens of its rows."""
+    token_ids, ends = batch.token_ids.numpy(), batch.cu_seqlens_q
+    return [token_ids[first:end].tolist() for first, end in itertools.pairwise(ends)]
 
 
 def _not_finite(logits: Tensor, batch: ForwardBatch) -> frozenset[int]:

@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from kernels.sampling import RowSampling, greedy_rows, sample
+from kernels.sampling import Adjustment, RowSampling, greedy_rows, row_logprobs, sample
+from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
 from shared.engine.step_plan import ScheduledSequence
 
 
-def row_sampling(params: SamplingParams, position: int) -> RowSampling:
+def row_sampling(params: SamplingParams, position: int, adjustment: Adjustment | None = None) -> RowSampling:
     """How the row that draws the token at absolute `position` is sampled."""
-    return RowSampling(params.temperature, params.top_k, params.top_p, params.seed & (2**64 - 1), position)
+    return RowSampling(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.seed & (2**64 - 1),
+        position,
+        params.min_p,
+        adjustment,
+    )
+
+
+def row_adjustment(sequence: ScheduledSequence, tokens: Sequence[int]) -> Adjustment | None:
+    """What is done to the logits of a sequence's row; None: nothing.
+
+    Args:
+        tokens: those of the step up to the row, in-flight ones filled in.
+    """
+    params = sequence.sampling
+    if params is None or not (params.looks_back or params.logit_bias or sequence.banned):
+        return None
+    seen = (*sequence.history, *tokens) if params.looks_back else ()
+    prompt = sequence.num_prompt_tokens
+    bias = dict(params.logit_bias) | dict.fromkeys(sequence.banned, -math.inf)
+    return Adjustment(
+        repetition=params.repetition_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        prompt_ids=seen[:prompt],
+        output_ids=seen[prompt:],
+        bias=bias,
+    )
 
 
 def sample_sequences(
-    logits: Tensor, sequences: Sequence[ScheduledSequence], ranges: Sequence[range], skip: frozenset[int]
+    logits: Tensor,
+    sequences: Sequence[ScheduledSequence],
+    ranges: Sequence[range],
+    skip: frozenset[int],
+    tokens: Sequence[Sequence[int]],
 ) -> tuple[tuple[int, ...], ...]:
-    """One token per logits row of every sequence that samples.
+    """One token per row that a sequence samples from.
 
     Args:
         logits: [num_logit_rows, vocab_size] float32 or float64.
         ranges: per sequence its rows of `logits`, its last tokens' in order.
         skip: indices of sequences that get () whatever they ask for.
+        tokens: per sequence those of the step, in-flight ones filled in.
     """
     indices: list[int] = []
     rows: list[RowSampling] = []
@@ -34,14 +72,38 @@ def sample_sequences(
         if params is None or i in skip:
             counts.append(0)
             continue
+        span = span[len(sequence.scored) :]
         # the row at position t draws the token at t + 1
-        first = sequence.start + len(sequence.token_ids) - len(span) + 1
+        first = len(sequence.token_ids) - len(span) + 1
         indices.extend(span)
-        rows.extend(row_sampling(params, first + j) for j in range(len(span)))
+        for end in range(first, first + len(span)):
+            adjustment = row_adjustment(sequence, tokens[i][:end])
+            rows.append(row_sampling(params, sequence.start + end, adjustment))
         counts.append(len(span))
     picked = logits if len(indices) == logits.shape[0] else logits[indices]
-    tokens = iter(sample(picked, rows))
-    return tuple(tuple(next(tokens) for _ in range(count)) for count in counts)
+    drawn = iter(sample(picked, rows))
+    return tuple(tuple(next(drawn) for _ in range(count)) for count in counts)
+
+
+def logprobs_of(
+    logits: Tensor,
+    sequences: Sequence[ScheduledSequence],
+    ranges: Sequence[range],
+    sampled: Sequence[Sequence[int]],
+    skip: frozenset[int],
+) -> Mapping[int, tuple[TokenLogprob, ...]]:
+    """Log-probabilities for the sequences that ask, as `StepOutput` wants them. Arguments as of `sample_sequences`."""
+    found: dict[int, tuple[TokenLogprob, ...]] = {}
+    for i, (sequence, span) in enumerate(zip(sequences, ranges, strict=True)):
+        top = -1 if sequence.sampling is None else sequence.sampling.logprobs
+        if i in skip or (top < 0 and not sequence.scored):
+            continue
+        wanted = [(token, sequence.score_top) for token in sequence.scored]
+        wanted += [(token, top) for token in sampled[i]] if top >= 0 else []
+        values = logits[span.start : span.start + len(wanted)].to(torch.float32).numpy()
+        entries = [row_logprobs(values[row], token, count) for row, (token, count) in enumerate(wanted)]
+        found[i] = tuple(TokenLogprob(own, tuple(best)) for own, best in entries)
+    return found
 
 
 def sample_greedily(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from shared.contracts.grants import CLASSES, class_rank
 from shared.contracts.ids import BlockGeneration, BlockTag, TenantId
+from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.parts import Totals
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum
@@ -86,10 +87,26 @@ class SequenceSpec:
             return len(self.token_ids)
         return self.num_prompt_tokens + self.sampling.max_tokens - 1
 
+    def ends(self, token_id: int) -> bool:
+        """True for a token that ends the output with `stop`."""
+        eos = token_id in self.eos_token_ids and not self.sampling.ignore_eos
+        return eos or token_id in self.sampling.stop_token_ids
+
     @property
     def max_match(self) -> int:
         """Most tokens a prefix match may cover: the last token must be computed, if it is to be sampled from."""
+        if self.num_scored:  # every row is computed here
+            return 0
         return len(self.token_ids) - (0 if self.compute_only else 1)
+
+    @property
+    def num_scored(self) -> int:
+        """Leading rows of the prompt whose logits tell the next token's log-probability; 0 where none are wanted.
+
+        A request that comes with output tokens told them before.
+        """
+        fresh = len(self.token_ids) == self.num_prompt_tokens and not self.compute_only
+        return self.num_prompt_tokens - 1 if fresh and self.sampling.prompt_logprobs >= 0 else 0
 
     @property
     def rank(self) -> int:
@@ -124,6 +141,8 @@ class SequenceUpdate:
     detail: str = ""  # with finish == "error": for logs
     event: str = ""  # "" | preempted | revoked | resumed
     started_at: float = 0.0  # when its first step was planned, on the clock `Batcher.plan` is given
+    logprobs: tuple[TokenLogprob, ...] = ()  # of token_ids, where asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens behind those reported before
 
 
 @dataclass(slots=True)
@@ -160,6 +179,7 @@ class Sequence:
     _catch_up: int = field(init=False)  # tokens it has to compute before it samples
     _furthest: int = field(init=False)  # KV of [0, here) was had once
     _spared_until: int = 0  # not preempted before so many tokens are computed
+    _scored: int = 0  # rows of the prompt given to a step that scores them
 
     def __post_init__(self) -> None:
         self.tokens = list(self.spec.token_ids)
@@ -280,15 +300,38 @@ class Sequence:
         self._furthest = max(self._furthest, end)
         self.num_placeholders += samples
         self.steps_in_flight += 1
+        scored = self._take_scored(start, end)
+        params = self.spec.sampling
         return ScheduledSequence(
             seq_id=self.spec.seq_id,
             start=start,
             token_ids=known + (IN_FLIGHT,) * (num_tokens - len(known)),
             block_tables=tuple(table.covering(end) for table in self.tables),
-            num_logits=int(samples),
-            sampling=self.spec.sampling if samples else None,
+            num_logits=len(scored) + samples,
+            sampling=params if samples else None,
             stored_from=self.num_shared_tokens,
+            num_prompt_tokens=self.spec.num_prompt_tokens,
+            history=tuple(self.tokens[:start]) if samples and params.looks_back else (),
+            banned=self._banned(end) if samples and params.min_tokens else (),
+            scored=scored,
+            score_top=params.prompt_logprobs,
         )
+
+    def _take_scored(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens behind those rows of [start, end) that are to be scored and were not yet."""
+        first, last = max(start, self._scored), min(end, self.spec.num_scored)
+        if first >= last:
+            return ()
+        self._scored = last
+        return tuple(self.tokens[first + 1 : last + 1])
+
+    def _banned(self, position: int) -> tuple[int, ...]:
+        """What may not be drawn at an absolute position: nothing ends a choice before its `min_tokens`."""
+        params = self.spec.sampling
+        if position - self.spec.num_prompt_tokens >= params.min_tokens:
+            return ()
+        ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.spec.eos_token_ids)
+        return tuple(sorted(ending))
 
     def spent(self, start: int, seconds: float) -> None:
         """A step that computed the tokens from position `start` on has ended; `seconds` is this sequence's share."""
@@ -307,7 +350,7 @@ class Sequence:
             self.num_placeholders -= 1
             self.tokens.append(token_id)
             taken.append(token_id)
-            if token_id in self.spec.eos_token_ids and not self.spec.sampling.ignore_eos:
+            if self.spec.ends(token_id):
                 self.end(STOP)
             elif self.num_output_tokens >= self.spec.sampling.max_tokens:
                 self.end(LENGTH)

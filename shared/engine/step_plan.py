@@ -5,8 +5,10 @@ The batcher knows nothing about tensors; the runner knows nothing about queues, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
 
 IN_FLIGHT = -1
@@ -21,9 +23,19 @@ class ScheduledSequence:
     start: int  # absolute position of the first token computed in this step
     token_ids: tuple[int, ...]  # IN_FLIGHT where the step before has not returned yet (only the last entries)
     block_tables: tuple[tuple[int, ...], ...]  # one per layer group; covers [0, start + len(token_ids))
-    num_logits: int  # trailing rows with logits: 0 inside a prompt, 1 for a sample, k + 1 for verification
+    num_logits: int  # trailing rows with logits: scored ones, then 1 for a sample, k + 1 for verification
     sampling: SamplingParams | None  # None: rows of logits are computed but nothing is sampled
     stored_from: int = 0  # positions below this are already stored in shared blocks: their KV is not written again
+    num_prompt_tokens: int = 0
+    history: tuple[int, ...] = ()  # tokens [0, start), where penalties look at them
+    banned: tuple[int, ...] = ()  # token ids that may not be drawn in this step
+    scored: tuple[int, ...] = ()  # tokens behind the leading rows of logits, whose log-probabilities are wanted
+    score_top: int = -1  # the most likely tokens wanted beside each of them
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of logits that a token is drawn from."""
+        return self.num_logits - len(self.scored) if self.sampling is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class StepOutput:
     """What a step produced, in the plan's order."""
 
     step: int
-    sampled: tuple[tuple[int, ...], ...]  # per sequence: one token id per logits row, () where nothing was sampled
+    sampled: tuple[tuple[int, ...], ...]  # per sequence: one token id per row drawn from, () where nothing was sampled
     bad_rows: frozenset[int] = field(default_factory=frozenset)  # indices of sequences whose logits were not finite
     duration_s: float = 0.0  # shared out among the sequences by their tokens
+    logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    """Per index of a sequence that asked: of its scored tokens, then of those sampled."""
