@@ -26,6 +26,7 @@ from shared.contracts.errors import (
     from_wire,
 )
 from shared.contracts.ids import Dispatch, Epoch, RequestId, Term, WorkerId
+from shared.contracts.logprobs import cut_logprobs
 from shared.contracts.messages import Placed
 from shared.contracts.parts import ComputeRow, HeldAttempt, StreamRecord, Totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
@@ -361,7 +362,8 @@ class StreamCommit:
             committed += new
             self._token_in_epoch = True
             if new:
-                effects.append(Commit(index, have, new))
+                logprobs = cut_logprobs(record.logprobs, len(ids), known, known + len(new))
+                effects.append(Commit(index, have, new, logprobs, b"" if have else record.prompt_logprobs))
             if keep is not None:
                 self._stop(index, effects, now)
                 return

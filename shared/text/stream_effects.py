@@ -30,6 +30,8 @@ class Commit(Effect, frozen=True):
     choice: int
     first_seq: int
     token_ids: list[int]
+    logprobs: bytes = b""  # of token_ids, packed; empty when none were asked for
+    prompt_logprobs: bytes = b""  # with the first tokens
 
 
 class EndChoice(Effect, frozen=True):
