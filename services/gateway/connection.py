@@ -24,6 +24,8 @@ UNREAD_S = 40.0
 """A connection whose client takes nothing for so long, while more than a buffer waits, is cut."""
 CLOSE_S = 5.0
 """A connection that is closed may flush for so long."""
+LINGER_S = 1.0
+"""So long, what a client still sends after its refusal is thrown away."""
 MAX_HEAD_BYTES = 32 * 1024
 """Request line, headers and trailers together."""
 MAX_HEADERS = 100
@@ -45,6 +47,7 @@ class Connection(HttpToolsProtocol):
     _head_bytes = 0  # told by the parser
     _untold_bytes = 0  # in it: it tells names and values only when they are whole
     _upgrading = False
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,6 +60,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._between_requests and self._head is None:
             self._head = self.loop.call_later(HEAD_S, self._no_head)
         self._unset_keepalive_if_required()
@@ -152,10 +157,15 @@ class Connection(HttpToolsProtocol):
         if running and cycle.response_started:
             self.transport.abort()
             return
+        if running:
+            cycle.disconnected = True
+            cycle.message_event.set()
         body = json.dumps(http_body(status, message)).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\nx-request-id: %b\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % (len(body), new_request_id().encode()) + body)
-        self.transport.close()
+        # closed while the client still sends, the connection would be reset and the answer lost with it
+        self._refused = True
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     @property
     def _between_requests(self) -> bool:
@@ -173,5 +183,5 @@ class Connection(HttpToolsProtocol):
 
     def _no_head(self) -> None:
         self._head = None
-        if self._between_requests:
+        if self._between_requests and not self._refused:
             self.transport.abort()

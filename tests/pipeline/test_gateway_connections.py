@@ -22,6 +22,7 @@ def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_S", 0.3)
     monkeypatch.setattr(connection, "UNREAD_S", 0.6)
     monkeypatch.setattr(connection, "CLOSE_S", 0.1)
+    monkeypatch.setattr(connection, "LINGER_S", 0.2)
 
 
 @pytest.fixture
@@ -158,17 +159,24 @@ async def test_a_client_that_leaves_at_any_point_leaves_no_session(served: tuple
     assert (await stack.client.get("/health")).status_code == 200
 
 
-async def test_a_head_over_its_bounds_is_431(url: str) -> None:
-    value = b"a" * 40_000
-    many = b"".join(b"h%d: x\r\n" % number for number in range(200))
-    for head in (b"GET /" + value, b"GET / HTTP/1.1\r\nA: " + value, b"GET / HTTP/1.1\r\n" + many):
-        for ending in (b"", b" HTTP/1.1\r\n\r\n" if head.startswith(b"GET /a") else b"\r\n\r\n"):
-            reader, writer = await connect(url)
-            writer.write(head[:20_000])
-            await asyncio.sleep(0.01)
-            writer.write(head[20_000:] + ending)
-            assert (await gone(reader)).startswith(b"HTTP/1.1 431 ")
-            writer.close()
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * 400_000,
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nA: " + b"a" * 400_000,
+        b"GET / HTTP/1.1\r\nA: " + b"a" * 40_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % number for number in range(200)),
+    ],
+    ids=("path without end", "long path", "header without end", "long header", "many headers"),
+)
+async def test_a_head_over_its_bounds_is_431(url: str, head: bytes) -> None:
+    reader, writer = await connect(url)
+    for first in range(0, len(head), 10_000):
+        writer.write(head[first : first + 10_000])
+        await asyncio.sleep(0.001)
+    assert (await gone(reader)).startswith(b"HTTP/1.1 431 ")
+    writer.close()
 
 
 async def test_a_head_without_end_beside_an_answer_is_bounded() -> None:
@@ -210,4 +218,33 @@ async def test_trailers_are_no_headers(url: str) -> None:
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
     writer.write(b"%x\r\n%b\r\n0\r\nAuthorization: Bearer key-a\r\n\r\n" % (len(body), body))
     assert (await gone(reader)).startswith(b"HTTP/1.1 401 ")
+    writer.close()
+
+
+async def test_a_body_that_is_broken_on_its_way_is_400_and_leaves_nothing(served: tuple[Stack, str]) -> None:
+    stack, url = served
+    reader, writer = await connect(url)
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    writer.write(head + b"2\r\n{}\r\n")
+    await asyncio.sleep(0.05)
+    writer.write(b"no number\r\n")
+    answer = await gone(reader)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert not stack.service.ingress.sessions
+    assert not stack.backend.admits
+    writer.close()
+
+
+async def test_more_requests_than_a_pipeline_may_hold_end_the_connection(url: str) -> None:
+    reader, writer = await connect(url)
+    writer.write(HEALTH * (2 * connection.MAX_PIPELINED))
+    assert (await gone(reader)).count(b"200 OK") < 2 * connection.MAX_PIPELINED
+    writer.close()
+    # what a client may send ahead is answered, in order
+    reader, writer = await connect(url)
+    writer.write(HEALTH * 100 + HEALTH.replace(b"Host", b"Connection: close\r\nHost"))
+    assert (await gone(reader)).count(b"200 OK") == 101
     writer.close()
