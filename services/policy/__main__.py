@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from services.policy.accounts import Accounts
 from services.policy.admin import Admin
 from services.policy.admin_desk import AdminDesk
 from services.policy.bootstrap import apply_bootstrap, read_bootstrap
+from services.policy.idempotency import IdempotencyRecords
+from services.policy.idempotency_desk import IdempotencyDesk
+from services.policy.ingress_watch import IngressWatch
+from services.policy.lost_ingresses import LostIngresses
 from services.policy.records import Records
 from services.policy.service import PolicyService
 from services.policy.settings import policy_defaults
 from shared.contracts.errors import SettingsError
 from shared.lifecycle.runtime import Runtime, run_service
+from shared.lifecycle.tasks import end_tasks, every
 from shared.security.grant_signature import GrantSigner
 from shared.store.redis_store import connect_redis
+from shared.store.sealed import Sealer
 from shared.store.secrets import secret_path
 
+log = logging.getLogger("baton.policy")
+
+MASTER_KEY_VARIABLE = "BATON_MASTER_KEY_FILE"
+LOOK_S = 1.0
 GRANT_KEY_VARIABLE = "BATON_GRANT_KEY_FILE"
 BOOTSTRAP_VARIABLE = "BATON_BOOTSTRAP_FILE"
 REDIS_PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD_FILE"
@@ -33,14 +47,35 @@ async def main(runtime: Runtime) -> None:
     records = Records(redis)
     for path in filter(None, (runtime.env.get(BOOTSTRAP_VARIABLE), settings.policy.tenants)):
         await apply_bootstrap(read_bootstrap(Path(path)), records)
-    service = PolicyService(runtime.bus, records, Accounts(redis), signer, policy_defaults(settings), runtime.metrics)
+    accounts, defaults, watch = Accounts(redis), policy_defaults(settings), IngressWatch()
+    service = PolicyService(runtime.bus, records, accounts, signer, defaults, runtime.metrics)
     await service.start()
     runtime.stack.push_async_callback(service.stop)
+    sealer = Sealer(runtime.secret(MASTER_KEY_VARIABLE))
+    kept = IdempotencyRecords(redis, sealer, int(settings.policy.idempotency_ttl_s))
+    once = IdempotencyDesk(runtime.bus, records, kept, watch)
+    await once.start()
+    runtime.stack.push_async_callback(once.stop)
+    lost = LostIngresses(records, accounts, kept, watch, defaults.limits)
+    await runtime.stack.enter_async_context(_looking(once, lost))
     desk = AdminDesk(runtime.bus, Admin(runtime.bus, redis, records), records)
     await desk.start()
     runtime.stack.push_async_callback(desk.stop)
     runtime.ready()
     await runtime.stop.wait()
+
+
+@asynccontextmanager
+async def _looking(once: IdempotencyDesk, lost: LostIngresses) -> AsyncIterator[None]:
+    async def look() -> None:
+        await once.ask_quiet()
+        await lost.sweep()
+
+    task = asyncio.create_task(every(LOOK_S, look, log))
+    try:
+        yield
+    finally:
+        await end_tasks([task])
 
 
 if __name__ == "__main__":

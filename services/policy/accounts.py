@@ -10,11 +10,13 @@ from services.policy.ledger import Booked, compute_name
 from services.policy.quota import Verdict
 from shared.contracts import messages as m
 from shared.contracts.grants import Limits
-from shared.contracts.ids import RequestId, TenantId
+from shared.contracts.ids import IngressId, RequestId, TenantId
 from shared.store.redis_store import RedisStore
 
 LEDGER_ROW_S = 90 * 86400
 """How long a request's row is kept: far longer than a settlement may be redelivered. The tenant's sums stay."""
+
+NOBODY = IngressId("")
 
 _LUA = Path(__file__).with_name("lua")
 
@@ -42,16 +44,32 @@ class Accounts:
         self._prefix = prefix
 
     async def reserve(
-        self, tenant: TenantId, limits: Limits, reservation_id: str, tokens: int, ttl_us: int, now_us: int = 0
+        self,
+        tenant: TenantId,
+        limits: Limits,
+        reservation_id: str,
+        tokens: int,
+        ttl_us: int,
+        now_us: int = 0,
+        ingress: IngressId = NOBODY,
     ) -> tuple[Verdict, float]:
-        """As `quota.reserve`; the verdict, and when it was given (Redis time, unix seconds)."""
-        arguments = (*_head(now_us, limits), reservation_id, tokens, ttl_us)
+        """As `quota.reserve`; the verdict, and when it was given (Redis time, unix seconds).
+
+        `ingress`: who holds the request, for `held_by`.
+        """
+        arguments = (*_head(now_us, limits), reservation_id, tokens, ttl_us, ingress)
         reason, retry_us, at_us = await self._redis.script(_RESERVE, self._quota_keys(tenant), arguments)
         return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6
 
     async def release(self, tenant: TenantId, limits: Limits, reservation_id: str, now_us: int = 0) -> None:
         """Let go of a hold whose request never ran. The request itself stays counted."""
         await self._redis.script(_RELEASE, self._quota_keys(tenant), (*_head(now_us, limits), reservation_id))
+
+    async def held_by(self, tenant: TenantId) -> dict[RequestId, IngressId]:
+        """Which ingress holds the request of each reservation that has one; ended ones may be among them."""
+        holds = await self._texts(self._key(tenant, "holds"))
+        parted = {RequestId(name): hold.partition(" ")[2] for name, hold in holds.items()}
+        return {name: IngressId(ingress) for name, ingress in parted.items() if ingress}
 
     async def settle(
         self, tenant: TenantId, limits: Limits, reservation_id: str, settle: m.Settle, now_us: int = 0

@@ -79,11 +79,12 @@ def reserve(
 ) -> tuple[QuotaState, Verdict]:
     """Count one request and hold its tokens, or say which limit is in the way and for how long.
 
-    A reservation that is held already is granted again without being counted twice.
+    A reservation that is held already is granted again, from now on, without being counted twice.
     """
     state = advance(state, limits, now_us)
-    if reservation_id in state.holds:
-        return state, Verdict(OK)
+    if (held := state.holds.get(reservation_id)) is not None:
+        again = Hold(held.tokens, state.at_us + ttl_us)
+        return replace(state, holds={**state.holds, reservation_id: again}), Verdict(OK)
     if limits.tokens_per_minute and tokens > limits.tokens_per_minute:
         return state, Verdict(TOO_LARGE)
     request_wait = _wait(state.request_level, 1, limits.requests_per_minute)

@@ -184,7 +184,9 @@ class PolicyService:
         klass = admission.check(ask, tenant, limits)
         terms, tokens, reservation = self._defaults.terms, admission.reserved_tokens(ask), str(ask.request_id)
         ttl_us = int((terms.budget_s[klass] + terms.margin_s) * 1e6)
-        verdict, now_s = await self._accounts.reserve(tenant.id, limits, reservation, tokens, ttl_us)
+        verdict, now_s = await self._accounts.reserve(
+            tenant.id, limits, reservation, tokens, ttl_us, ingress=ask.ingress_id
+        )
         if verdict.reason != quota.OK:
             error, never = admission.refusal(verdict, limits)
             return _refused(span, error, never)

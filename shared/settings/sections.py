@@ -6,7 +6,7 @@ One frozen object holds them all; a service reads the sections it needs. Secrets
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,6 +30,12 @@ class GatewaySettings(Section):
     port: int = Field(8080, ge=0, le=65535, description="TCP port; 0 takes a free one")
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="largest request body, bytes")
     shutdown_s: float = Field(10.0, ge=0, description="how long streams may finish when the gateway stops, seconds")
+    keep_alive_s: float = Field(
+        15.0, ge=0, description="a stream silent for so long gets an SSE comment, seconds; 0: none"
+    )
+    keyed_linger_s: float = Field(
+        60.0, ge=0, description="how long a request with an Idempotency-Key goes on without its client, seconds"
+    )
 
 
 class ModelSettings(Section):
@@ -76,8 +82,10 @@ class EngineSettings(Section):
     prefill_token_budget: int = Field(
         512, ge=1, description="most tokens in one step of a prefill worker, or of a CPU's while nothing decodes"
     )
-    itl_target_ms: float = Field(
-        50.0, ge=0, description="longest step while tokens stream, milliseconds, kept by smaller chunks; 0: no limit"
+    itl_target_ms: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="longest step while tokens stream, milliseconds, kept by smaller chunks; 0: no limit; "
+        "auto: 45, or 1.75 times a step without prompts where that is more",
     )
     chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")
@@ -127,6 +135,9 @@ class PolicySettings(Section):
     interactive_budget_s: float = Field(600.0, ge=1, description="time an interactive request may take, seconds")
     analysis_budget_s: float = Field(3600.0, ge=1, description="time an analysis request may take, seconds")
     batch_budget_s: float = Field(86400.0, ge=1, description="time a batch request may take, seconds")
+    idempotency_ttl_s: int = Field(
+        86400, ge=60, le=30 * 86400, description="how long an Idempotency-Key is remembered, its answer too, seconds"
+    )
     tenants: str = Field("", description="0600 JSON file of more tenants and key hashes, applied at every start")
 
 

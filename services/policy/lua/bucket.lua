@@ -1,9 +1,14 @@
 -- Head of reserve.lua, release.lua and settle.lua: one tenant's quota, as in quota.py.
 -- KEYS[1] bucket: hash of requests, tokens (levels), at (microseconds), held (sum of holds)
--- KEYS[2] holds: hash of reservation id -> tokens      KEYS[3] expiry: sorted set of reservation id by expiry
+-- KEYS[2] holds: hash of reservation id -> 'tokens ingress', the latter being who holds the request, if that is known
+-- KEYS[3] expiry: sorted set of reservation id by expiry
 local MINUTE_US = 60000000
 local MAX_LEVEL = 9000000000000000
 local HELD_RETRY_US = 5000000
+
+local function tokens_of(hold)
+  return tonumber(string.match(hold, '^%d+'))
+end
 
 local function whole(number)
   return string.format('%.0f', number)
@@ -36,7 +41,7 @@ local function advance(now, request_limit, token_limit)
     held = tonumber(found[4] or '0'),
   }
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', whole(now))) do
-    state.held = state.held - tonumber(redis.call('HGET', KEYS[2], id) or '0')
+    state.held = state.held - tokens_of(redis.call('HGET', KEYS[2], id) or '0')
     redis.call('HDEL', KEYS[2], id)
     redis.call('ZREM', KEYS[3], id)
   end
@@ -46,7 +51,7 @@ end
 local function release(state, id)
   local held = redis.call('HGET', KEYS[2], id)
   if held then
-    state.held = state.held - tonumber(held)
+    state.held = state.held - tokens_of(held)
     redis.call('HDEL', KEYS[2], id)
     redis.call('ZREM', KEYS[3], id)
   end

@@ -1,4 +1,5 @@
--- quota.reserve. ARGV: now (0 = server clock), requests per minute, tokens per minute, reservation id, tokens, ttl (us)
+-- quota.reserve. ARGV: now (0 = server clock), requests per minute, tokens per minute, reservation id, tokens, ttl (us),
+--       ingress that holds the request ('' = not known)
 -- Returns {reason, retry in us, now in us}, numbers as text.
 local function wait(level, need, limit)
   local over = level + need * MINUTE_US - limit * MINUTE_US
@@ -13,7 +14,7 @@ local function wait(level, need, limit)
 end
 
 local request_limit, token_limit = tonumber(ARGV[2]), tonumber(ARGV[3])
-local id, tokens, ttl = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local id, tokens, ttl, ingress = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 local now = clock(ARGV[1])
 local state = advance(now, request_limit, token_limit)
 
@@ -22,7 +23,14 @@ local function answer(reason, retry)
   return {reason, whole(retry), whole(state.at)}
 end
 
-if redis.call('HEXISTS', KEYS[2], id) == 1 then
+local function hold(count)
+  redis.call('HSET', KEYS[2], id, ingress == '' and whole(count) or whole(count) .. ' ' .. ingress)
+end
+
+local held = redis.call('HGET', KEYS[2], id)
+if held then -- perhaps by an ingress that is gone
+  hold(tokens_of(held))
+  redis.call('ZADD', KEYS[3], whole(state.at + ttl), id)
   return answer('ok', 0)
 end
 if token_limit > 0 and tokens > token_limit then
@@ -38,6 +46,6 @@ if request_limit > 0 then
   state.requests = state.requests + MINUTE_US
 end
 state.held = state.held + tokens
-redis.call('HSET', KEYS[2], id, whole(tokens))
+hold(tokens)
 redis.call('ZADD', KEYS[3], whole(state.at + ttl), id)
 return answer('ok', 0)

@@ -1,0 +1,177 @@
+"""Records of Idempotency-Keys in Redis, sealed; each change is one Lua script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.contracts import idempotency_messages as i
+from shared.contracts.errors import Conflict, NotFound, OtherBody, ProtocolError, QuotaExceeded
+from shared.contracts.ids import IngressId, RequestId, TenantId
+from shared.store.redis_store import RedisStore
+from shared.store.sealed import Sealer
+
+MAX_RECORDS = 10_000
+"""Records a tenant may have at the same time."""
+FULL_RETRY_S = 60.0
+PARTS_AT_ONCE = 8
+"""Parts in one answer, of at most `MAX_PART_BYTES` each."""
+MAX_PART_BYTES = 256 * 1024
+_REPLY_FIELDS = 7
+
+_LUA = Path(__file__).with_name("lua")
+_CLAIM, _WRITE = ((_LUA / f"idempotency_{name}.lua").read_text() for name in ("claim", "write"))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record as a claim left it; `owner` is who runs the request, or did last."""
+
+    state: i.IdempotencyState
+    owner: IngressId
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, as its owner last wrote. `running`: it has not ended."""
+
+    owner: IngressId
+    running: bool
+    epoch: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class IdempotencyRecords:
+    """Every tenant's records.
+
+    Args:
+        ttl_s: how long one is kept after its last change, whole seconds.
+        prefix: of every key; tests keep apart by it.
+
+    A record lies under its request id, which is a keyed hash of tenant and key: nobody can name a record without the
+    key, and one tenant's key leads nowhere in another's. All methods raise Unavailable when Redis does not answer.
+    """
+
+    def __init__(self, redis: RedisStore, sealer: Sealer, ttl_s: int, prefix: str = "baton:policy") -> None:
+        self._redis = redis
+        self._sealer = sealer
+        self._ttl_s = ttl_s
+        self._prefix = prefix
+
+    def request_id(self, tenant: TenantId, name: bytes) -> RequestId:
+        """The id of the request that `name` stands for."""
+        return RequestId(f"req-{self._sealer.mark(tenant, f'idempotency:{name.hex()}')}")
+
+    async def claim(self, tenant: TenantId, ask: i.IdempotencyClaim, lost: IngressId | None = None) -> Found:
+        """The record, claimed for the asker when nobody else runs it.
+
+        Args:
+            lost: an ingress known to be gone; a record that it owns is free.
+
+        Raises OtherBody, NotFound when there is none to resume, QuotaExceeded when the tenant has too many.
+        """
+        request_id = self.request_id(tenant, ask.name)
+        arguments: list[str | bytes | int] = [
+            request_id,
+            self._sealer.mark(tenant, f"body:{ask.body.hex()}"),
+            ask.ingress_id,
+            ask.seed,
+            self._ttl_s,
+            lost or "",
+            int(ask.resume),
+            ask.known_run,
+            ask.known_parts,
+            PARTS_AT_ONCE,
+            MAX_RECORDS,
+        ]
+        reply = await self._redis.script(_CLAIM, self._keys(tenant, request_id), arguments)
+        return self._found(tenant, request_id, ask, reply)
+
+    async def write(self, write: i.IdempotencyWrite) -> bool:
+        """Keep more of a run. False: another run has the record.
+
+        Raises ProtocolError for a part that is too large, Conflict when parts are missing before the first one.
+        """
+        tenant, request_id = write.tenant, write.request_id
+        if any(len(part) > MAX_PART_BYTES for part in write.parts):
+            raise ProtocolError(f"a part of a record has at most {MAX_PART_BYTES} bytes")
+        seal, place = self._sealer.seal, _place(request_id, write.run)
+        numbered = enumerate(write.parts, write.first_part)
+        arguments: list[str | bytes | int] = [
+            request_id,
+            write.ingress_id,
+            write.run,
+            write.state,
+            self._ttl_s,
+            write.first_part,
+            seal(tenant, _committed(request_id), write.committed),
+            write.epoch,
+            write.prompt_tokens,
+            write.completion_tokens,
+            *(seal(tenant, f"{place}:{number}", part) for number, part in numbered),
+        ]
+        code = int(await self._redis.script(_WRITE, self._keys(tenant, request_id), arguments))
+        if code < 0:
+            raise Conflict("parts of the record are missing", code="record_gap")
+        return code == 1
+
+    async def progress(self, tenant: TenantId, request_id: RequestId) -> Progress | None:
+        """How far a request is; None when it has no record."""
+        names = ("owner", "state", "epoch", "prompt_tokens", "completion_tokens")
+        key = self._keys(tenant, request_id)[0]
+        owner, state, *numbers = await self._redis.execute("HMGET", key, *names)
+        if owner is None:
+            return None
+        epoch, prompt, completion = (int(number or 0) for number in numbers)
+        return Progress(IngressId(owner.decode()), state == b"running", epoch, prompt, completion)
+
+    async def purge(self, tenant: TenantId) -> int:
+        """Forget every record of a tenant, its texts with them; how many there were."""
+        index = self._key(tenant, "once")
+        ids = [RequestId(name.decode()) for name in await self._redis.execute("ZRANGE", index, 0, -1)]
+        for request_id in ids:
+            record, parts, _ = self._keys(tenant, request_id)
+            await self._redis.transaction([("UNLINK", record, parts), ("ZREM", index, request_id)])
+        return len(ids)
+
+    def _found(self, tenant: TenantId, request_id: RequestId, ask: i.IdempotencyClaim, reply: Sequence[bytes]) -> Found:
+        outcome = reply[0].decode()
+        if outcome == "other_body":
+            raise OtherBody("this Idempotency-Key stands for another request", param="Idempotency-Key")
+        if outcome == "missing":
+            raise NotFound("there is no stream to resume", param="Last-Event-ID", code="stream_not_found")
+        if outcome == "full":
+            message = f"you have {MAX_RECORDS} idempotency keys, the most there may be"
+            raise QuotaExceeded(message, param="Idempotency-Key", retry_after_s=FULL_RETRY_S)
+        _, run, owner, seed, created, committed, held = reply[:_REPLY_FIELDS]
+        sealed = reply[_REPLY_FIELDS:]
+        first = ask.known_parts if ask.known_run == int(run) else 0
+        place, unseal = _place(request_id, int(run)), self._sealer.unseal
+        state = i.IdempotencyState(
+            request_id=request_id,
+            outcome=outcome,
+            run=int(run),
+            seed=int(seed),
+            created_s=int(created),
+            # of the run before; nobody else needs it
+            committed=unseal(tenant, _committed(request_id), committed) if outcome == i.YOURS and committed else b"",
+            parts=tuple(unseal(tenant, f"{place}:{number}", part) for number, part in enumerate(sealed, first)),
+            more=first + len(sealed) < int(held),
+        )
+        return Found(state, IngressId(owner.decode()))
+
+    def _key(self, tenant: TenantId, what: str) -> str:
+        return f"{self._prefix}:{{{tenant}}}:{what}"
+
+    def _keys(self, tenant: TenantId, request_id: RequestId) -> list[str]:
+        return [self._key(tenant, what) for what in (f"once:{request_id}", f"once-parts:{request_id}", "once")]
+
+
+def _place(request_id: RequestId, run: int) -> str:
+    return f"idempotency:{request_id}:{run}"
+
+
+def _committed(request_id: RequestId) -> str:
+    return f"idempotency:{request_id}:committed"

@@ -1,0 +1,61 @@
+"""Which ingresses live, as policy sees it: by their beats, and by whether anybody listens for them. Pure: times are
+passed in, monotonic seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.contracts.ids import IngressId
+
+QUIET_S = 1.5
+"""An ingress beats once a second; one silent for longer is asked whether it is there."""
+LEASE_S = 10.0
+"""One silent for so long is lost, whatever the bus says: it is frozen, or cut off."""
+GONE_S = 3.0
+"""One that nobody listens for is lost after so long: until then the bus itself may have been restarted."""
+FORGET_S = 3600.0
+
+
+@dataclass(slots=True)
+class _Seen:
+    heard: float
+    gone: float = -1.0  # when nobody first listened for it, since it was last heard; negative: not so
+
+
+class IngressWatch:
+    """Every ingress that was heard of."""
+
+    def __init__(self) -> None:
+        self._seen: dict[IngressId, _Seen] = {}
+
+    def heard(self, ingress: IngressId, now: float) -> None:
+        """A beat, or an answer."""
+        self._seen[ingress] = _Seen(now)
+
+    def heard_of(self, ingress: IngressId, now: float) -> None:
+        """Something names it: from now on it has its lease."""
+        self._seen.setdefault(ingress, _Seen(now))
+
+    def nobody_listens(self, ingress: IngressId, now: float) -> None:
+        """The bus knows nobody by that name."""
+        seen = self._seen.setdefault(ingress, _Seen(now))
+        if seen.gone < 0:
+            seen.gone = now
+
+    def quiet(self, now: float) -> list[IngressId]:
+        """Those to be asked: silent, and not lost yet."""
+        return [name for name, seen in self._seen.items() if now - seen.heard > QUIET_S and not _lost(seen, now)]
+
+    def lost(self, ingress: IngressId, now: float) -> bool:
+        """True if it is gone. One never heard of is not."""
+        seen = self._seen.get(ingress)
+        return seen is not None and _lost(seen, now)
+
+    def all_lost(self, now: float) -> set[IngressId]:
+        """Those that are gone; one that was lost for an hour is forgotten."""
+        self._seen = {name: seen for name, seen in self._seen.items() if now - seen.heard < FORGET_S}
+        return {name for name, seen in self._seen.items() if _lost(seen, now)}
+
+
+def _lost(seen: _Seen, now: float) -> bool:
+    return now - seen.heard > LEASE_S or (seen.gone >= 0 and now - seen.gone >= GONE_S)
