@@ -118,6 +118,7 @@ class Engine:
         self._launches = False  # the runner only launches steps
         self._zeroing = 0  # zero orders with the executor
         self._progress = 0
+        self._news: list[SequenceUpdate] = []  # of ended steps, not yet published
         self._planner = threading.Thread(target=self._plan_loop, name="engine-planner", daemon=True)
         self._executor = threading.Thread(target=self._execute_loop, name="engine-executor", daemon=True)
         self._collector = threading.Thread(target=self._collect_loop, name="engine-collector", daemon=True)
@@ -192,11 +193,19 @@ class Engine:
     def _plan_loop(self) -> None:
         while not (self._stopping and self._executor_is_idle()):
             for item in self._take_inbox():
-                self._guard(lambda item=item: self._handle(item))  # type: ignore[misc]
+                try:
+                    self._handle(item)
+                except Exception as exc:
+                    self._report_error(exc)
             # while a step is out, a turn of this loop is no progress
             if self._executor_is_idle():
                 self._progress += 1
-            self._guard(self._advance)
+            try:
+                self._advance()
+            except Exception as exc:
+                self._report_error(exc)
+            # last: whoever hears of it wants the interpreter, and the executor its next step first
+            self._publish()
         self._work.put(_Stop())
         self._close()
 
@@ -221,21 +230,20 @@ class Engine:
             items = [self._inbox.get(timeout=wait_s)]
         except queue.Empty:
             return []
-        while True:
-            try:
-                items.append(self._inbox.get_nowait())
-            except queue.Empty:
-                return items
+        while not self._inbox.empty():  # nobody else takes from it
+            items.append(self._inbox.get())
+        return items
 
     def _handle(self, item: _Command | _Done | _Zeroed | _Stop) -> None:
         match item:
+            case _Done():
+                self._end_step(item)
             case _Command():
+                self._publish()  # its answer must not overtake what came before it
                 if self._stopping:
                     item.refuse()
                 else:
                     item.run()
-            case _Done():
-                self._end_step(item)
             case _Zeroed(blocks, None):
                 self._zeroing -= 1
                 self._batcher.zeroed(blocks)
@@ -251,36 +259,33 @@ class Engine:
         try:
             if isinstance(result, Exception):
                 raise result
-            updates = self._batcher.commit(result)
+            self._news += self._batcher.commit(result)
         except Exception as exc:
             self._report_error(exc)
-            updates = self._batcher.fail_step(plan.step, f"{type(exc).__name__} in step {plan.step}")
+            self._news += self._batcher.fail_step(plan.step, f"{type(exc).__name__} in step {plan.step}")
         else:
-            observed = StepObservation(plan.num_tokens, len(plan.sequences), context_of(plan), done.duration_s)
-            self._guard(lambda: self._on_step(observed))
+            try:
+                self._on_step(StepObservation(plan.num_tokens, len(plan.sequences), context_of(plan), done.duration_s))
+            except Exception as exc:
+                self._report_error(exc)
         self._progress += 1
-        self._publish(updates)
 
     def _advance(self) -> None:
         """Hand the executor all it may have: blocks to zero first, then steps up to the depth."""
-        self._publish(self._batcher.take_updates())
         blocks = self._batcher.take_blocks_to_zero()
         if blocks:
             self._zeroing += 1
             self._work.put(blocks)
         while not self._stopping and (plan := self._batcher.plan(time.monotonic())) is not None:
             self._work.put(plan)
-        self._publish(self._batcher.take_updates())
 
-    def _publish(self, updates: list[SequenceUpdate]) -> None:
+    def _publish(self) -> None:
+        updates, self._news = self._news + self._batcher.take_updates(), []
         if updates:
-            self._guard(lambda: self._on_updates(updates))
-
-    def _guard(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as exc:
-            self._report_error(exc)
+            try:
+                self._on_updates(updates)
+            except Exception as exc:
+                self._report_error(exc)
 
     def _report_error(self, error: Exception | None) -> None:
         # nothing may end this thread, not even a reporter that fails
@@ -306,15 +311,13 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         """Run a step without the rows that a step planned before it, and failed since, should have fed."""
-        oldest = plan.step - self._batcher.config.depth
-        lost = frozenset[str]().union(*(seq_ids for step, seq_ids in tuple(self._broken) if step >= oldest))
-        sound = tuple(i for i, row in enumerate(plan.sequences) if row.seq_id not in lost)
+        lost = self._lost(plan) if self._broken else frozenset[str]()
         started = time.perf_counter()
         result: StepOutput | Exception | PendingStep
         try:
-            if len(sound) == len(plan.sequences):
+            if not lost or lost.isdisjoint(row.seq_id for row in plan.sequences):
                 result = self._runner.run(plan)
-            elif sound:
+            elif sound := tuple(i for i, row in enumerate(plan.sequences) if row.seq_id not in lost):
                 part = self._runner.run(replace(plan, sequences=tuple(plan.sequences[i] for i in sound)))
                 result = _widen(plan, part, sound) if isinstance(part, StepOutput) else _widen_later(plan, part, sound)
             else:
@@ -329,6 +332,11 @@ class Engine:
         else:
             assert isinstance(result, StepOutput | Exception)
             self._inbox.put(_Done(plan, result, time.perf_counter() - started))
+
+    def _lost(self, plan: StepPlan) -> frozenset[str]:
+        """Sequences of failed steps that were planned when this plan was."""
+        oldest = plan.step - self._batcher.config.depth
+        return frozenset[str]().union(*(seq_ids for step, seq_ids in tuple(self._broken) if step >= oldest))
 
     def _zero(self, blocks: Blocks) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from shared.contracts.errors import BatonError, Cancelled, ContextExceeded, Forbidden, from_wire
@@ -15,6 +16,7 @@ from shared.telemetry import metric_names as names
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.process_metrics import build_info
 
+STEPS_TOGETHER = 32
 _REASONS = {
     "NeverFits": "never_fits",
     "NoBlocks": "no_blocks",
@@ -50,13 +52,36 @@ def expose_engine(
             if role == "decode":
                 metrics.total(names.NUM_PREEMPTIONS, now.preemptions)
 
-    def on_step(step: StepObservation) -> None:
-        metrics.observe(names.ITERATION_TOKENS, step.num_tokens)
-        metrics.observe(names.STEP_SECONDS, step.duration_s)
-        metrics.inc(names.COMPUTED_TOKENS, step.num_tokens)
-
-    core.on_step = on_step
+    steps = _StepTally(metrics)
+    core.on_step = steps.add
+    metrics.before_scrape(steps.enter)
     metrics.before_scrape(read)
+
+
+class _StepTally:
+    """Steps wait here to be entered together: alone, between a step's kernels, each would find no cache warm."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._waiting: deque[StepObservation] = deque()
+
+    def add(self, step: StepObservation) -> None:
+        """On the planner thread."""
+        self._waiting.append(step)
+        if len(self._waiting) >= STEPS_TOGETHER:
+            self.enter()
+
+    def enter(self) -> None:
+        """On any thread."""
+        metrics = self._metrics
+        while self._waiting:
+            try:
+                step = self._waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            metrics.observe(names.ITERATION_TOKENS, step.num_tokens)
+            metrics.observe(names.STEP_SECONDS, step.duration_s)
+            metrics.inc(names.COMPUTED_TOKENS, step.num_tokens)
 
 
 def usage(blocks: Sequence[BlockCounts]) -> float:
