@@ -15,9 +15,10 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 from shared.contracts.ids import WorkerId
 
@@ -60,19 +61,21 @@ class CoreShare:
         self._others: dict[str, mmap.mmap] = {}
         self._refreshed = -math.inf
 
-    @contextmanager
-    def step(self) -> Iterator[int]:
-        """Around a step: how many threads it may use."""
+    def step(self) -> Self:
+        """Around a step, `with share.step() as threads`: how many threads it may use."""
+        return self
+
+    def __enter__(self) -> int:
         now = self._clock()
         _UNTIL.pack_into(self._slot, 0, math.inf)
         if now - self._refreshed >= REFRESH_S:
             self._refreshed = now
             self._refresh()
         computing = [name for name, slot in self._others.items() if _UNTIL.unpack_from(slot)[0] >= now]
-        try:
-            yield share_of(self._cores, computing, self._own)
-        finally:
-            _UNTIL.pack_into(self._slot, 0, self._clock() + LINGER_S)
+        return share_of(self._cores, computing, self._own) if computing else self._cores
+
+    def __exit__(self, *_: object) -> None:
+        _UNTIL.pack_into(self._slot, 0, self._clock() + LINGER_S)
 
     def close(self) -> None:
         """Give the slot up."""

@@ -9,11 +9,11 @@ from shared.engine.core_share import CoreShare
 from shared.engine.step_plan import StepOutput, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModelSteps:
     """`share` None shares cores with nobody.
 
-    `use_threads` is told before each step how many threads it may use; None for a model that cannot change them: others
+    `use_threads` is told how many threads the next steps may use; None for a model that cannot change them: others
     still see when it computes.
     """
 
@@ -21,13 +21,15 @@ class ModelSteps:
     zero: Callable[[int, Iterable[int]], None]
     share: CoreShare | None = None
     use_threads: Callable[[int], None] | None = None
+    _told: int = 0  # threads
 
     def run(self, plan: StepPlan) -> StepOutput:
         if self.share is None:
             return self.step(plan)
         with self.share.step() as threads:
-            if self.use_threads is not None:
+            if threads != self._told and self.use_threads is not None:
                 self.use_threads(threads)
+                self._told = threads
             return self.step(plan)
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
