@@ -1,8 +1,8 @@
 """Grammars compiled for one tokenizer, by llguidance; compiled ones are kept by digest.
 
-Everything here may block: compiling takes a millisecond for a common schema and is cut off by limits of work, not of
-time, so that what one process compiled every other does too. Nothing fails open: what the library does not support it
-refuses, and its options that would overlook something are not in reach of clients.
+Everything here may block: compiling takes a millisecond for a common schema, and the library's own limits of work cut
+it off, in every process alike. Nothing fails open: what the library does not support it refuses, and its options that
+would overlook something are not in reach of clients.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from pathlib import Path
 
 import llguidance
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.contracts.errors import InvalidInput
 from shared.grammar.constraint import Constraint
 from shared.text.tokenizer import Tokenizer, load_tokenizer
 
-Bits = NDArray[np.uint32]
-
 MAX_KEPT = 128
-SLOW_S = 1.0
-"""A grammar whose first mask takes longer than this would hold up others' steps later."""
+SLOW_S = 0.3
+"""Most processor seconds of compiling at the door: what takes longer would hold up others' steps later."""
 _MAX_REASON_CHARS = 300
 _LIMITS = {
     "initial_lexer_fuel": 500_000,
@@ -43,13 +40,15 @@ class GrammarCompiler:
 
     Args:
         eos_ids: tokens that end an output, beside the tokenizer's own; they are allowed where the grammar may end.
+        slow_s: processor seconds above which a grammar is refused; 0 = no matter, where it was let in by another.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int] = (), *, slow_s: float = 0.0) -> None:
         self.vocab_size = tokenizer.vocab_size
         self.eos_ids = tuple(sorted({i for i in (*tokenizer.eos_ids, *eos_ids) if 0 <= i < self.vocab_size}))
         vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self.eos_ids))
         self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=list(self.eos_ids) or None)
+        self._slow_s = slow_s
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, llguidance.LLMatcher | str] = OrderedDict()
@@ -100,7 +99,7 @@ class GrammarCompiler:
             return _reason(matcher.get_error())
         if not first.any():
             return "no output can match it"
-        if time.thread_time() - started > SLOW_S:
+        if self._slow_s and time.thread_time() - started > self._slow_s:
             return "it takes too much work"
         return matcher
 

@@ -42,10 +42,7 @@ class Constraint:
         if len(output) < len(mine) or list(output[: len(mine)]) != mine:
             self._roll_back(_common(mine, output))
         for token in output[len(self._tokens) :]:
-            if self._ended:
-                raise GrammarFault("a token follows the end of its grammar")
-            if self._matcher.validate_tokens([token]) != 1 or not self._matcher.consume_token(token):
-                raise GrammarFault("a token breaks its grammar")
+            self._take(token)
             self._tokens.append(token)
 
     @property
@@ -81,8 +78,19 @@ class Constraint:
         for token in self._eos_ids:
             row[token // 32] |= np.uint32(1 << token % 32)
 
+    def _take(self, token: int) -> None:
+        if self._ended:
+            raise GrammarFault("a token follows the end of its grammar")
+        if token in self._eos_ids:
+            # kept from the matcher, whose way back over it leads one token too far (1.9.1)
+            if not self.may_end:
+                raise GrammarFault("it ends before its grammar does")
+        elif self._matcher.validate_tokens([token]) != 1 or not self._matcher.consume_token(token):
+            raise GrammarFault("a token breaks its grammar")
+
     def _roll_back(self, length: int) -> None:
-        if not self._matcher.rollback(len(self._tokens) - length):
+        lost = len(self._tokens) - length - self._ended
+        if lost > 0 and not self._matcher.rollback(lost):
             raise GrammarFault("the grammar cannot go back")
         del self._tokens[length:]
 

@@ -21,7 +21,7 @@ MAX_BYTES = 64 * 1024
 MAX_DEPTH = 64
 """Of a schema; the library's own limit lies a little above, and depends on the parts of it."""
 MAX_CHOICES = 1000
-OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"( |\n[ \t]{0,24})?"}
+OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"( |\n {0,24})?"}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _OPTIONS_KEY = "x-guidance"
 

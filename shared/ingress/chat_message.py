@@ -1,0 +1,70 @@
+"""The messages of a chat request, as strict types: what each role holds, and text only."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from shared.ingress.tool_schema import MAX_CALLS, Strict, ToolCall, encodable
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+def _content(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return encodable(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string or a list of text parts")
+    for part in value:
+        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+            raise ValueError('a part must be {"type": "text", "text": ...}: this model reads only text')
+        if not isinstance(part["text"], str):
+            raise ValueError("the text of a part must be a string")
+        encodable(part["text"])
+    return value
+
+
+class ChatMessage(Strict):
+    """One message. Content: text, or a list of text parts; an assistant's may be missing beside its calls."""
+
+    role: Role
+    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_content)] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)] | None = None
+    reasoning_content: Annotated[str, AfterValidator(encodable)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> ChatMessage:
+        if self.role != "assistant":
+            for name in ("tool_calls", "reasoning_content"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} belongs to messages of the assistant")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id belongs to messages of tools")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of a tool needs tool_call_id, the id of the call it answers")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: a call's arguments are an object, not text."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        return message

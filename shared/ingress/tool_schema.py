@@ -1,0 +1,102 @@
+"""Tools, the choice of them and calls as requests of the OpenAI API hold them, as strict types."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_TOOLS = 128
+MAX_CALLS = 128
+
+
+def encodable(text: str) -> str:
+    """The text. Raises ValueError for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is not valid Unicode") from None
+    return text
+
+
+class Strict(BaseModel):
+    """Types as they are, no unknown fields, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _schema(value: Any) -> Any:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("must be a JSON schema, an object")
+    return value
+
+
+def _arguments(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("must be a string that holds a JSON object")
+    return encodable(text)
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(Strict):
+    """What a tool does, and what it takes."""
+
+    name: FunctionName
+    description: Annotated[str, AfterValidator(encodable)] | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_schema)] = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict):
+    """Its name."""
+
+    name: FunctionName
+
+
+class ChosenTool(Strict):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+
+
+class CalledFunction(Strict):
+    """A call as it was made."""
+
+    name: FunctionName
+    arguments: Annotated[str, AfterValidator(_arguments)]
+
+
+class ToolCall(Strict):
+    """A call in an assistant's message."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def check_tools(tools: tuple[Tool, ...] | list[Tool] | None) -> Any:
+    """Raises ValueError for too many, or two of one name."""
+    names = [tool.function.name for tool in tools or ()]
+    if len(names) > MAX_TOOLS:
+        raise ValueError(f"must hold at most {MAX_TOOLS} tools")
+    if len(set(names)) < len(names):
+        raise ValueError("two tools have the same name")
+    return tools
