@@ -11,7 +11,7 @@ when the last step that names them has ended and the last pin is gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -64,7 +64,8 @@ class BatcherConfig:
     def __post_init__(self) -> None:
         if self.token_budget <= self.max_num_seqs:
             raise ValueError(f"a budget of {self.token_budget} tokens must exceed {self.max_num_seqs} sequences")
-        if min(self.itl_target.least_s, self.itl_target.times, self.lone_token_budget) < 0:
+        target = self.itl_target
+        if min(target.least_s, target.times, target.times_each, self.lone_token_budget) < 0:
             raise ValueError("the target of a token's latency and the lone token budget must not be negative")
         if min(self.max_num_seqs, self.quantum) < 1 or min(self.depth, self.chunk_size) < 0:
             raise ValueError("sequences and quantum must be positive, depth and chunk size not negative")
@@ -238,29 +239,50 @@ class Batcher:
         """
         if len(self._in_flight) > self.config.depth:
             return None
-        allowed = self._allowed(now)
-        self._room.let_return(allowed)
-        decodes = [seq for seq in self._sequences.values() if seq.num_pending_tokens == 1 and may_run(seq, allowed)]
-        decodes.sort(key=urgency)
-        # Not all of these still run when their turn comes: one before may have needed their blocks.
-        scheduled = [
-            seq.schedule(1, now) for seq in decodes if seq.num_pending_tokens == 1 and self._room.grows(seq, allowed)
-        ]
-        budget = self.config.token_budget if scheduled else max(self.config.token_budget, self.config.lone_token_budget)
-        chunk_size = self.config.chunk_size or budget
-        wants = [
-            PrefillWant(s.spec.seq_id, s.spec.tenant, s.spec.weight, min(s.num_pending_tokens, _chunk(s, chunk_size)))
-            for s in self._sequences.values()
-            if s.num_pending_tokens > 1 and may_run(s, allowed)
-        ]
-        shares = self._fair.share(wants, self._prompt_budget(budget - len(scheduled), scheduled, wants))
-        scheduled += [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
+        allowed = _Lazily(self._allowed, now)
+        if any(seq.preempted for seq in self._sequences.values()):
+            self._room.let_return(allowed())
+        pending = [(seq, count) for seq in self._sequences.values() if (count := seq.num_pending_tokens)]
+        if not self._policy.admits_all:
+            ids = allowed()
+            pending = [(seq, count) for seq, count in pending if may_run(seq, ids)]
+        scheduled = self._schedule_decodes([seq for seq, count in pending if count == 1], allowed, now)
+        # taking blocks for those may have ended the turn of others
+        behind = [(seq, count) for seq, count in pending if count > 1 and seq.num_pending_tokens]
+        if behind or self._fair.saves:
+            scheduled += self._schedule_prompts(behind, scheduled, now)
         if not scheduled:
             return None
         self._last_step += 1
         plan = StepPlan(self._last_step, tuple(scheduled))
         self._in_flight.append(plan)
         return plan
+
+    def _schedule_decodes(self, seqs: list[Sequence], allowed: _Lazily, now: float) -> list[ScheduledSequence]:
+        seqs.sort(key=urgency)
+        scheduled = []
+        for seq in seqs:
+            if not seq.covers(seq.num_computed_tokens + 1):
+                # its turn may not come: one before may have needed its blocks, or nobody has any for it
+                if seq.num_pending_tokens != 1 or not self._room.grows(seq, allowed()):
+                    continue
+            elif seq.leaving or seq.preempted:
+                continue
+            scheduled.append(seq.schedule(1, now))
+        return scheduled
+
+    def _schedule_prompts(
+        self, behind: Seq[tuple[Sequence, int]], decodes: Seq[ScheduledSequence], now: float
+    ) -> list[ScheduledSequence]:
+        config = self.config
+        budget = config.token_budget if decodes else max(config.token_budget, config.lone_token_budget)
+        chunk_size = config.chunk_size or budget
+        wants = [
+            PrefillWant(seq.spec.seq_id, seq.spec.tenant, seq.spec.weight, min(count, _chunk(seq, chunk_size)))
+            for seq, count in behind
+        ]
+        shares = self._fair.share(wants, self._prompt_budget(budget - len(decodes), decodes, wants))
+        return [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
 
     def wait_s(self, now: float) -> float:
         """Seconds after which `plan` may find something although nothing happened meanwhile; infinity: never."""
@@ -276,9 +298,10 @@ class Batcher:
         _require_fit(plan, output)
         self._in_flight.popleft()
         token_s = output.duration_s / plan.num_tokens
+        bad_rows, told = output.bad_rows, output.logprobs
         for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
-            logprobs = output.logprobs.get(i, ())
-            self._commit_row(row, sampled, token_s * len(row.token_ids), logprobs, bad=i in output.bad_rows)
+            logprobs = told.get(i, ()) if told else ()
+            self._commit_row(row, sampled, token_s * len(row.token_ids), logprobs, bad=i in bad_rows)
         return self.take_updates()
 
     def fail_step(self, step: int, detail: str) -> list[SequenceUpdate]:
@@ -321,6 +344,8 @@ class Batcher:
         They are blocks of sequences whose logits were not finite, purged blocks, and partly filled tails that will be
         handed over.
         """
+        if not (self._to_zero or self.pool.is_dirty):
+            return ()
         blocks = (*self._to_zero, *self.pool.take_dirty())
         self._to_zero = []
         return blocks
@@ -415,10 +440,11 @@ class Batcher:
             self._fail(seq, "the logits were not finite")
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
-            first_seq = seq.num_output_tokens
-            taken, scored = seq.append(sampled), len(row.scored)
-            self._report(seq, first_seq, taken, logprobs=logprobs[scored:][: len(taken)], scored=logprobs[:scored])
-        self._let_go(seq)
+            first_seq, taken = seq.num_output_tokens, seq.append(sampled)
+            scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
+            self._report(seq, first_seq, taken, logprobs=logprobs[: len(taken)], scored=scored)
+        if seq.finish or seq.leaving:
+            self._let_go(seq)
 
     def _report(
         self,
@@ -479,6 +505,19 @@ class Batcher:
                 self._to_zero.append(block)
                 self._zeroing[block] = seq.spec.seq_id
                 seq.cleaning += 1
+
+
+class _Lazily:
+    """Who may run by the batching policy: found when somebody asks, which in most steps nobody does."""
+
+    def __init__(self, find: Callable[[float], Collection[str]], now: float) -> None:
+        self._find, self._now = find, now
+        self._found: Collection[str] | None = None
+
+    def __call__(self) -> Collection[str]:
+        if self._found is None:
+            self._found = self._find(self._now)
+        return self._found
 
 
 def _chunk(seq: Sequence, most: int) -> int:

@@ -21,6 +21,9 @@ BATCHING: tuple[Batching, ...] = ("continuous", "static", "dynamic")
 class BatchingPolicy(Protocol):
     """Says who may compute. Knows ids and times; neither tokens nor blocks."""
 
+    admits_all: bool
+    """True when it lets every sequence run as soon as it can."""
+
     def admit(self, ready: Sequence[str], live: Collection[str], now: float) -> Collection[str]:
         """Those that may run now.
 
@@ -39,6 +42,8 @@ class BatchingPolicy(Protocol):
 class Continuous:
     """Everybody runs."""
 
+    admits_all = True
+
     def admit(self, ready: Sequence[str], live: Collection[str], now: float) -> Collection[str]:
         return ready
 
@@ -52,6 +57,7 @@ class WholeBatches:
 
     batch_size: int  # most sequences of a batch
     window_s: float = 0.0
+    admits_all: bool = field(init=False, default=False)
     _batch: set[str] = field(default_factory=set)
     _seen: dict[str, float] = field(default_factory=dict)  # those that wait, since when
 

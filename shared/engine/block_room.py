@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
+from operator import attrgetter
 
 from shared.engine import sequence_blocks as blocks
 from shared.engine.preemption import Holder, choose_victim, may_enter, newest_of_lowest
@@ -172,9 +173,8 @@ def _holds_for_itself(seq: Sequence) -> bool:
     return not (seq.finish or seq.leaving or seq.preempted or seq.spec.compute_only)
 
 
-def urgency(seq: Sequence) -> tuple[int, int]:
-    """For sorting: higher classes first, and in each the oldest."""
-    return seq.spec.rank, seq.order
+urgency = attrgetter("urgency")
+"""The key by which sequences are sorted."""
 
 
 def may_run(seq: Sequence, allowed: Collection[str]) -> bool:

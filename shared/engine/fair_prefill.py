@@ -35,6 +35,11 @@ class DeficitRoundRobin:
     _order: deque[TenantId] = field(default_factory=deque)  # whose turn it is, first
     _in_turn: bool = False  # the first tenant has had its quantum
 
+    @property
+    def saves(self) -> bool:
+        """True when a tenant had something waiting in the last step, and may have a deficit."""
+        return bool(self._order)
+
     def share(self, wants: Iterable[PrefillWant], budget: int) -> dict[str, int]:
         """Tokens per sequence, in the order of service; they add up to min(budget, all wants).
 

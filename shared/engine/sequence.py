@@ -17,8 +17,11 @@ found in the cache.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+
+import msgspec
 
 from shared.contracts.grants import CLASSES, class_rank
 from shared.contracts.ids import BlockGeneration, BlockTag, TenantId
@@ -87,10 +90,10 @@ class SequenceSpec:
             return len(self.token_ids)
         return self.num_prompt_tokens + self.sampling.max_tokens - 1
 
-    def ends(self, token_id: int) -> bool:
-        """True for a token that ends the output with `stop`."""
-        eos = token_id in self.eos_token_ids and not self.sampling.ignore_eos
-        return eos or token_id in self.sampling.stop_token_ids
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """Tokens that end the output with `stop`."""
+        return frozenset(self.sampling.stop_token_ids).union(() if self.sampling.ignore_eos else self.eos_token_ids)
 
     @property
     def max_match(self) -> int:
@@ -124,8 +127,7 @@ class CompletedBlock:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(msgspec.Struct, frozen=True):
     """What a step changed for one sequence.
 
     The end-of-sequence token is in `token_ids` and counts as a completion token; it is the last one, and has no text.
@@ -175,7 +177,17 @@ class Sequence:
     prefill_s: float = 0.0  # its share, by tokens, of the steps that computed tokens it came with
     decode_s: float = 0.0  # the same for tokens sampled here
     former: tuple[BlockTable, ...] = ()  # of a preempted sequence: what of these is still cached is shared again
+    urgency: tuple[int, int] = field(init=False)  # for sorting: higher classes first, and in each the oldest
+    _ending: frozenset[int] = field(init=False)
+    _looks_back: bool = field(init=False)
+    _num_scored: int = field(init=False)
+    _most: int = field(init=False)  # tokens it can come to have
     _reported: list[int] = field(init=False)  # blocks per group named in updates so far
+    _nothing: tuple[tuple[CompletedBlock, ...], ...] = field(init=False)
+    _complete_at: int = 0  # confirmed tokens from which on there may be a block to name
+    _known: tuple[BlockTable, ...] = ()  # tables that the two below were found from
+    _covered: int = 0
+    _block_ids: tuple[tuple[int, ...], ...] = ()
     _catch_up: int = field(init=False)  # tokens it has to compute before it samples
     _furthest: int = field(init=False)  # KV of [0, here) was had once
     _spared_until: int = 0  # not preempted before so many tokens are computed
@@ -189,6 +201,12 @@ class Sequence:
         self.awaiting_kv = self.spec.await_kv
         self.kept_for_peer = self.spec.compute_only
         self._reported = [table.num_shared for table in self.tables]
+        # what each step asks for anew, found once
+        spec = self.spec
+        self.urgency = (spec.rank, self.order)
+        self._ending, self._looks_back, self._num_scored = spec.ending_ids, spec.sampling.looks_back, spec.num_scored
+        self._most = sys.maxsize if spec.compute_only else spec.num_prompt_tokens + spec.sampling.max_tokens
+        self._nothing = ((),) * len(self.tables)
 
     @property
     def status(self) -> SequenceStatus:
@@ -208,16 +226,13 @@ class Sequence:
         """Tokens the next step could compute."""
         if self.finish or self.awaiting_kv or self.leaving or self.preempted:
             return 0
-        if self._is_wholly_planned:
-            return 0
-        return len(self.tokens) + self.num_placeholders - self.num_computed_tokens
+        num_tokens = len(self.tokens) + self.num_placeholders
+        return num_tokens - self.num_computed_tokens if num_tokens < self._most else 0
 
     @property
     def _is_wholly_planned(self) -> bool:
         """True when steps in flight sample all the tokens that are still to come."""
-        if self.spec.compute_only:
-            return False
-        return self.num_output_tokens + self.num_placeholders >= self.spec.sampling.max_tokens
+        return len(self.tokens) + self.num_placeholders >= self._most
 
     @property
     def may_be_freed(self) -> bool:
@@ -255,6 +270,17 @@ class Sequence:
             return False
         return any(len(table) * table.block_size < self.spec.num_slots for table in self.tables)
 
+    def covers(self, num_tokens: int) -> bool:
+        """True when its tables hold [0, num_tokens)."""
+        if self._known is not self.tables:
+            self._look_at_tables()
+        return num_tokens <= self._covered
+
+    def _look_at_tables(self) -> None:
+        self._known = self.tables
+        self._covered = min(len(table) * table.block_size for table in self.tables)
+        self._block_ids = tuple(table.block_ids for table in self.tables)
+
     def missing_blocks(self, num_tokens: int) -> tuple[int, ...]:
         """Blocks per group that its tables lack to hold [0, num_tokens)."""
         return tuple(max(0, -(-num_tokens // table.block_size) - len(table)) for table in self.tables)
@@ -272,7 +298,7 @@ class Sequence:
         self.tables = tuple(BlockTable(table.block_size, (), (), num_shared=0) for table in self.former)
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_shared_tokens = 0
         self._catch_up = len(self.tokens)
-        self._reported = [0] * len(self.tables)
+        self._reported, self._complete_at = [0] * len(self.tables), 0
         self.leaving, self.preempted = False, True
 
     def return_to(self, tables: tuple[BlockTable, ...], num_shared_tokens: int) -> None:
@@ -282,36 +308,44 @@ class Sequence:
         self.tables, self.former = tables, ()
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_shared_tokens = num_shared_tokens
         self._furthest = max(self._furthest, num_shared_tokens)
-        self._reported = [table.num_shared for table in tables]
+        self._reported, self._complete_at = [table.num_shared for table in tables], 0
         # The blocks it comes back to have room for this much more, so it needs nobody else's until then.
         self._spared_until = len(self.tokens) + min(table.block_size for table in tables)
         self.preempted, self.passed_over = False, 0
 
     def schedule(self, num_tokens: int, now: float = 0.0) -> ScheduledSequence:
-        """Plan the next `num_tokens` and advance; samples if they reach the end of its tokens."""
+        """Plan the next `num_tokens` and advance; samples if they reach the end of its tokens.
+
+        Raises:
+            IndexError: its tables do not hold them.
+        """
+        spec, params, start = self.spec, self.spec.sampling, self.num_computed_tokens
+        end = start + num_tokens
+        if not self.covers(end):
+            raise IndexError(f"{spec.seq_id}: {end} tokens, and blocks for {self._covered}")
         if not self.num_scheduled_tokens:
             self.started_at = now
-        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
         known = tuple(self.tokens[start:end])
-        samples = num_tokens == self.num_pending_tokens and not self.spec.compute_only
+        samples = end == len(self.tokens) + self.num_placeholders and not spec.compute_only
         self.num_computed_tokens = end
         self.num_scheduled_tokens += num_tokens
-        self.num_redone_tokens += max(0, min(end, self._furthest) - start)
-        self._furthest = max(self._furthest, end)
+        if start < self._furthest:
+            self.num_redone_tokens += min(end, self._furthest) - start
+        if end > self._furthest:
+            self._furthest = end
         self.num_placeholders += samples
         self.steps_in_flight += 1
-        scored = self._take_scored(start, end)
-        params = self.spec.sampling
+        scored = self._take_scored(start, end) if start < self._num_scored else ()
         return ScheduledSequence(
-            seq_id=self.spec.seq_id,
+            seq_id=spec.seq_id,
             start=start,
             token_ids=known + (IN_FLIGHT,) * (num_tokens - len(known)),
-            block_tables=tuple(table.covering(end) for table in self.tables),
+            block_tables=self._block_ids,
             num_logits=len(scored) + samples,
             sampling=params if samples else None,
             stored_from=self.num_shared_tokens,
-            num_prompt_tokens=self.spec.num_prompt_tokens,
-            history=tuple(self.tokens[:start]) if samples and params.looks_back else (),
+            num_prompt_tokens=spec.num_prompt_tokens,
+            history=tuple(self.tokens[:start]) if samples and self._looks_back else (),
             banned=self._banned(end) if samples and params.min_tokens else (),
             scored=scored,
             score_top=params.prompt_logprobs,
@@ -319,7 +353,7 @@ class Sequence:
 
     def _take_scored(self, start: int, end: int) -> tuple[int, ...]:
         """Tokens behind those rows of [start, end) that are to be scored and were not yet."""
-        first, last = max(start, self._scored), min(end, self.spec.num_scored)
+        first, last = max(start, self._scored), min(end, self._num_scored)
         if first >= last:
             return ()
         self._scored = last
@@ -327,11 +361,9 @@ class Sequence:
 
     def _banned(self, position: int) -> tuple[int, ...]:
         """What may not be drawn at an absolute position: nothing ends a choice before its `min_tokens`."""
-        params = self.spec.sampling
-        if position - self.spec.num_prompt_tokens >= params.min_tokens:
+        if position - self.spec.num_prompt_tokens >= self.spec.sampling.min_tokens:
             return ()
-        ending = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.spec.eos_token_ids)
-        return tuple(sorted(ending))
+        return tuple(sorted(self._ending))
 
     def spent(self, start: int, seconds: float) -> None:
         """A step that computed the tokens from position `start` on has ended; `seconds` is this sequence's share."""
@@ -345,19 +377,20 @@ class Sequence:
 
         A sequence that only computes ends here too, when the step was its last.
         """
-        taken: list[int] = []
+        taken = 0
         for token_id in sampled:
             self.num_placeholders -= 1
             self.tokens.append(token_id)
-            taken.append(token_id)
-            if self.spec.ends(token_id):
+            taken += 1
+            if token_id in self._ending:
                 self.end(STOP)
-            elif self.num_output_tokens >= self.spec.sampling.max_tokens:
-                self.end(LENGTH)
-            if self.finish:
                 break
-        self.end_if_computed()
-        return tuple(taken)
+            if len(self.tokens) >= self._most:
+                self.end(LENGTH)
+                break
+        if self.spec.compute_only:
+            self.end_if_computed()
+        return tuple(sampled[:taken])
 
     def end_if_computed(self) -> None:
         """A sequence that only computes ends when the KV of all its tokens is stored."""
@@ -379,7 +412,12 @@ class Sequence:
 
     def take_completed(self) -> tuple[tuple[CompletedBlock, ...], ...]:
         """Own blocks that have become full and final since the last call, per layer group."""
-        return tuple(self._take_completed(group, table) for group, table in enumerate(self.tables))
+        if self.num_confirmed_tokens < self._complete_at:
+            return self._nothing
+        found = tuple(self._take_completed(group, table) for group, table in enumerate(self.tables))
+        nexts = ((count + 1) * table.block_size for count, table in zip(self._reported, self.tables, strict=True))
+        self._complete_at = min(nexts)
+        return found
 
     def _take_completed(self, group: int, table: BlockTable) -> tuple[CompletedBlock, ...]:
         size = table.block_size

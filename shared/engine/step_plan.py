@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
 
@@ -15,14 +17,13 @@ IN_FLIGHT = -1
 """Stands in `token_ids` for a token that a step still in flight will sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """One sequence's share of a step: positions [start, start + len(token_ids))."""
 
     seq_id: str
     start: int  # absolute position of the first token computed in this step
     token_ids: tuple[int, ...]  # IN_FLIGHT where the step before has not returned yet (only the last entries)
-    block_tables: tuple[tuple[int, ...], ...]  # one per layer group; covers [0, start + len(token_ids))
+    block_tables: tuple[tuple[int, ...], ...]  # one per layer group; covers [0, start + len(token_ids)) at least
     num_logits: int  # trailing rows with logits: scored ones, then 1 for a sample, k + 1 for verification
     sampling: SamplingParams | None  # None: rows of logits are computed but nothing is sampled
     stored_from: int = 0  # positions below this are already stored in shared blocks: their KV is not written again
@@ -44,10 +45,10 @@ class StepPlan:
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.sequences)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum([len(s.token_ids) for s in self.sequences]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,11 @@ class GroupPool:
             self._dirty.append(block_id)
         self.condemn([block_id])
 
+    @property
+    def is_dirty(self) -> bool:
+        """True when `take_dirty` has something to give."""
+        return bool(self._dirty)
+
     def take_dirty(self) -> list[int]:
         """Condemned blocks that nobody but the cleaner holds any more; each must come back through `cleaned`."""
         dirty, self._dirty = self._dirty, []
@@ -299,6 +304,11 @@ class BlockPool:
         shortest = min(len(hit) * group.block_size for hit, group in zip(hits, self.groups, strict=True))
         num_tokens = shortest // self._step * self._step
         return tuple(hit[: num_tokens // group.block_size] for hit, group in zip(hits, self.groups, strict=True))
+
+    @property
+    def is_dirty(self) -> bool:
+        """True when `take_dirty` has something to give."""
+        return any(group.is_dirty for group in self.groups)
 
     def take_dirty(self) -> tuple[tuple[int, int], ...]:
         """(group, block id) of condemned blocks to zero; each must come back through `cleaned`."""

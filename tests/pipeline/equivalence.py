@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -40,7 +41,7 @@ from shared.engine.batching_policy import BATCHING, Batching
 from shared.engine.engine import Engine
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
-from shared.engine.step_plan import StepOutput, StepPlan
+from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.kv.block_table import BlockTable
 from shared.kv.digest import span_digest
 from shared.kv.layout import PoolLayout
@@ -232,7 +233,7 @@ class Worker:
         if not self._every_row:
             return self._runner.run(plan)
         # logits of every position; the batcher asked for the last one's tokens only
-        wide = replace(plan, sequences=tuple(replace(row, num_logits=len(row.token_ids)) for row in plan.sequences))
+        wide = replace(plan, sequences=tuple(_every_row(row) for row in plan.sequences))
         output = self._runner.run(wide)
         return replace(output, sampled=tuple(tokens[-1:] for tokens in output.sampled))
 
@@ -248,6 +249,10 @@ class Worker:
             assert self._taken[seq_id], f"{seq_id}: position {position} was computed twice"
             assert before == digest, f"{seq_id}: position {position} came out differently the second time"
             self.result.rows_again += 1
+
+
+def _every_row(row: ScheduledSequence) -> ScheduledSequence:
+    return msgspec.structs.replace(row, num_logits=len(row.token_ids))
 
 
 def run_cell(
