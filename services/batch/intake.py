@@ -133,7 +133,7 @@ class Intake:
         """Store the line's body to be run; why not, if it is not to be."""
         try:
             model = self._models.get(line.request.model)
-            tokens = len(await model.codec.encode(line.request))
+            tokens = len((await model.codec.encode(line.request))[0])
             limit = await self._token_limit(tenant, model.name)
         except (Unavailable, Overloaded) as exc:
             raise Redeliver(AWAY_PAUSE_S) from exc

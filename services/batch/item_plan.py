@@ -26,7 +26,7 @@ async def plan_item(ingress: Ingress, tenant: TenantId, request_id: RequestId, b
     if request.stream:
         raise InvalidInput("stream: a batch's answers are not streamed", param="stream")
     model = ingress.models.get(request.model)
-    prompt = await model.codec.encode(request)
+    (prompt,) = await model.codec.encode(request)
     identity = Identity(tenant=tenant, key_id="")
     if request.output_limit is None and prompt:
         identity = await tenant_terms(ingress, tenant, request_id, model.name, len(prompt))

@@ -183,6 +183,7 @@ class ItemRun:
             model=plan.model,
             num_prompt_tokens=len(plan.prompt),
             max_tokens=plan.sampling.max_tokens,
+            choices=plan.n,
         )
         return await ingress.open(
             plan,

@@ -98,6 +98,6 @@ def count_tokens(models: ServedModels, request: GenerationRequest) -> int:
     """
     model = models.get(request.model)
     try:
-        return len(model.codec.encode_now(request))
+        return len(model.codec.encode_now(request)[0])
     except ContextExceeded:
         return model.context

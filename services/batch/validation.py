@@ -17,15 +17,26 @@ import msgspec
 from services.batch.records import ItemBody
 from shared.contracts.batch_messages import BatchError
 from shared.contracts.errors import BatonError, InvalidInput
-from shared.ingress.openai_schema import GenerationRequest
+from shared.ingress.openai_schema import CompletionRequest, GenerationRequest
 from shared.ingress.parse import param_name, parse_chat, parse_completion
 
 MAX_ERRORS = 100
 MAX_CUSTOM_ID_CHARS = 512
 BOM = b"\xef\xbb\xbf"
+
+
+def _checked(request: GenerationRequest) -> GenerationRequest:
+    """Raises InvalidInput for what an item cannot ask for."""
+    if isinstance(request, CompletionRequest) and len(request.prompt) > 1:
+        raise InvalidInput("prompt: one prompt a line", param="prompt")
+    if request.service_tier == "priority":
+        raise InvalidInput("service_tier: batches run in a class of their own", param="service_tier")
+    return request
+
+
 ENDPOINTS: Mapping[str, Callable[[bytes], GenerationRequest]] = {
-    "/v1/chat/completions": parse_chat,
-    "/v1/completions": parse_completion,
+    "/v1/chat/completions": lambda body: _checked(parse_chat(body)),
+    "/v1/completions": lambda body: _checked(parse_completion(body)),
 }
 """Endpoints that take batches, with the parser of their bodies."""
 _FIELDS = ("custom_id", "method", "url", "body")

@@ -13,9 +13,8 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.chunks import ChunkWriter, error_frame
 from services.gateway.errors import error_headers
 from shared.contracts.errors import BatonError, BodyTooLarge, Internal
-from shared.ingress.answer import whole_answer
+from shared.ingress.answer import Answered, logprobs_of, told_tier, whole_answer
 from shared.ingress.error_body import error_body
-from shared.ingress.session import Session
 
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -59,7 +58,7 @@ class SessionResponse(Response):
         headers: added to every form of the answer.
     """
 
-    def __init__(self, session: Session, headers: Mapping[str, str]) -> None:
+    def __init__(self, session: Answered, headers: Mapping[str, str]) -> None:
         super().__init__()
         self._session = session
         self._extra = dict(headers)
@@ -101,17 +100,22 @@ class SessionResponse(Response):
             return
         headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**SSE_HEADERS, **self._extra}.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        writer = ChunkWriter(plan.kind, session.request_id, plan.model, session.created, plan.include_usage)
-        body = writer.role(0)
+        writer = ChunkWriter(
+            plan.kind,
+            session.request_id,
+            plan.model,
+            session.created,
+            plan.include_usage,
+            logprobs_of(session),
+            told_tier(session),
+        )
+        body = b"".join(map(writer.role, range(session.num_choices)))
         while True:
-            text, finish = session.take()
+            body += b"".join(map(writer.piece, session.take()))
             end = session.end
-            if text:
-                body += writer.delta(0, text)
-            if finish:
-                body += writer.finish(0, finish)
             if end is not None:
-                body += writer.end(session.usage()) if end.error is None else error_frame(end.error)
+                timings = {"timings": session.timings()} if plan.timings else {}
+                body += writer.end(session.usage(), timings) if end.error is None else error_frame(end.error)
             await send({"type": "http.response.body", "body": body, "more_body": end is None})
             session.sent(len(body))
             if end is not None:

@@ -29,9 +29,11 @@ from services.gateway.console_files import ConsoleFiles
 from services.gateway.errors import http_body
 from services.gateway.files import Files
 from services.gateway.observe import Observer
+from services.gateway.opening import open_plans
 from services.gateway.service import GatewayService
 from shared.contracts.errors import BatonError, Cancelled
 from shared.contracts.messages import Identity
+from shared.ingress.answer import Answered
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.failed_span import end_failed
 from shared.ingress.openai_schema import CompletionRequest, GenerationRequest
@@ -39,7 +41,6 @@ from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.request_metrics import count_refused
 from shared.ingress.request_plan import make_plan
 from shared.ingress.served_models import ServedModel
-from shared.ingress.session import Session
 from shared.telemetry import attributes as a
 
 log = logging.getLogger("baton.gateway")
@@ -106,7 +107,7 @@ class Door:
         count_refused(self._service.ingress.metrics, error)
         end_failed(span, error)
 
-    async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Session:
+    async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Answered:
         service = self._service
         service.ingress.require_open()
         hashed = key_hash(request.headers)
@@ -129,15 +130,19 @@ class Door:
         hashed: bytes,
         span: Span,
         arrived: float,
-    ) -> Session:
+    ) -> Answered:
         service = self._service
         with service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
-            prompt = await model.codec.encode(parsed)
-            tokenize.set_attribute(a.PROMPT_TOKENS, len(prompt))
-        plan = make_plan(parsed, prompt, model, identity=identity, seed=secrets.randbits(64))
-        span.set_attribute(a.STREAM, plan.stream)
-        span.set_attribute(a.MAX_TOKENS, plan.sampling.max_tokens)
-        return await service.open(plan, hashed, span=span, arrived=arrived)
+            prompts = await model.codec.encode(parsed)
+            tokenize.set_attribute(a.PROMPT_TOKENS, sum(map(len, prompts)))
+        seed = secrets.randbits(64)
+        plans = [
+            make_plan(parsed, prompt, model, identity=identity, seed=seed, number=number)
+            for number, prompt in enumerate(prompts)
+        ]
+        span.set_attribute(a.STREAM, plans[0].stream)
+        span.set_attribute(a.MAX_TOKENS, plans[0].sampling.max_tokens)
+        return await open_plans(service, plans, hashed, span=span, arrived=arrived)
 
     async def probe(self) -> bool:
         """Send one token of each model through all services with the gateway's own key. True when all came."""

@@ -7,12 +7,17 @@ them and only when asked for; then `[DONE]`. A stream that fails ends with an `e
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from shared.contracts.errors import BatonError
+from shared.ingress.choice_output import Piece, ScoredToken
 from shared.ingress.completion_body import Usage, response_id
 from shared.ingress.error_body import error_body
+from shared.ingress.logprob_body import FormLogprobs
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
@@ -25,19 +30,32 @@ class ChunkWriter:
         kind: chat | completions.
         created: unix seconds.
         include_usage: the client asked for the usage chunk; then the others carry `"usage": null`.
+        logprobs: how log-probabilities are written; None: none were asked for.
+        extra: fields of every chunk.
     """
 
-    def __init__(self, kind: str, request_id: str, model: str, created: int, include_usage: bool) -> None:
+    def __init__(
+        self,
+        kind: str,
+        request_id: str,
+        model: str,
+        created: int,
+        include_usage: bool,
+        logprobs: FormLogprobs | None = None,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._chat = kind == "chat"
         head = {
             "id": response_id(kind, request_id),
             "object": "chat.completion.chunk" if self._chat else "text_completion",
             "created": created,
             "model": model,
+            **extra,
         }
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._tail = (b'],"usage":null}' if include_usage else b"]}") + b"\n\n"
         self._include_usage = include_usage
+        self._logprobs = logprobs
 
     def role(self, choice: int) -> bytes:
         """The first chunk of a chat choice; nothing for completions."""
@@ -45,25 +63,35 @@ class ChunkWriter:
             return b""
         return self._chunk(choice, b'"delta":{"role":"assistant","content":"","refusal":null}', b"null")
 
-    def delta(self, choice: int, text: str) -> bytes:
-        """A piece of text."""
+    def piece(self, piece: Piece) -> bytes:
+        """What came of a choice: its text, and its last chunk when it ended."""
+        tokens, body = piece.tokens, b""
+        if piece.text:
+            body, tokens = self.delta(piece.choice, piece.text, tokens), []
+        return body + self.finish(piece.choice, piece.finish, tokens) if piece.finish else body
+
+    def delta(self, choice: int, text: str, tokens: Sequence[ScoredToken] = ()) -> bytes:
+        """A piece of text, with the scores of its tokens."""
         piece = _encode(text)
         body = b'"delta":{"content":' + piece + b"}" if self._chat else b'"text":' + piece
-        return self._chunk(choice, body, b"null")
+        return self._chunk(choice, body, b"null", tokens)
 
-    def finish(self, choice: int, reason: str) -> bytes:
+    def finish(self, choice: int, reason: str, tokens: Sequence[ScoredToken] = ()) -> bytes:
         """The last chunk of a choice."""
-        return self._chunk(choice, b'"delta":{}' if self._chat else b'"text":""', _encode(reason))
+        return self._chunk(choice, b'"delta":{}' if self._chat else b'"text":""', _encode(reason), tokens)
 
-    def end(self, usage: Usage) -> bytes:
-        """What follows the last choice's last chunk."""
+    def end(self, usage: Usage, extra: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        """What follows the last choice's last chunk; `extra` comes with the usage."""
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + _encode(usage.body()) + b"}\n\n" + DONE
+        return self._head + b"]," + _encode({"usage": usage.body(), **extra})[1:] + b"\n\n" + DONE
 
-    def _chunk(self, choice: int, body: bytes, finish: bytes) -> bytes:
+    def _chunk(self, choice: int, body: bytes, finish: bytes, tokens: Sequence[ScoredToken] = ()) -> bytes:
         index = b'{"index":%d,' % choice
-        return self._head + index + body + b',"logprobs":null,"finish_reason":' + finish + b"}" + self._tail
+        scores = _encode(self._logprobs(tokens)) if tokens and self._logprobs is not None else b"null"
+        return (
+            self._head + index + body + b',"logprobs":' + scores + b',"finish_reason":' + finish + b"}" + self._tail
+        )
 
 
 def error_frame(error: BatonError) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +20,7 @@ from services.gateway.settings import GatewayConfig
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError
-from shared.contracts.ids import new_request_id
+from shared.contracts.ids import Epoch, RequestId, new_request_id
 from shared.contracts.messages import (
     Admit,
     Authenticate,
@@ -30,10 +32,10 @@ from shared.contracts.messages import (
     SpanBatch,
     WorkerBeat,
 )
-from shared.ingress.ingress import Ingress
+from shared.ingress.ingress import FIRST_EPOCH, Ingress
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModels
-from shared.ingress.session import Session
+from shared.ingress.session import Session, SessionHooks
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.setup import Telemetry
 from shared.telemetry.trace_buffer import TraceBuffer
@@ -42,6 +44,16 @@ log = logging.getLogger("baton.gateway")
 
 PROBE_KEY_HASH = bytes(32)
 """No key has this hash; asking about it only shows that policy answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a request has behind it that is not new: a retry under an Idempotency-Key. `committed`: output tokens."""
+
+    request_id: RequestId
+    epoch: Epoch = FIRST_EPOCH
+    hooks: SessionHooks | None = None
+    committed: tuple[int, ...] = ()
 
 
 class GatewayService:
@@ -105,16 +117,39 @@ class GatewayService:
         self._identities.put(key_hash, identity, asked, changes)
         return identity
 
-    async def open(self, plan: RequestPlan, key_hash: bytes, *, span: Span, arrived: float) -> Session:
+    async def open(
+        self,
+        plan: RequestPlan,
+        key_hash: bytes,
+        *,
+        span: Span,
+        arrived: float,
+        news: asyncio.Event | None = None,
+        origin: Origin | None = None,
+    ) -> Session:
         """Admit a client's request and submit it; raises and gives away as `Ingress.open` does."""
+        origin = origin or Origin(new_request_id())
         admit = Admit(
-            request_id=new_request_id(),
+            request_id=origin.request_id,
             key_hash=key_hash,
             model=plan.model,
             num_prompt_tokens=len(plan.prompt),
             max_tokens=plan.sampling.max_tokens,
+            choices=plan.n,
+            klass=plan.klass,
+            ingress_id=self.config.ingress.ingress_id,
         )
-        return await self.ingress.open(plan, subjects.POLICY_ADMIT, admit, span=span, arrived=arrived)
+        return await self.ingress.open(
+            plan,
+            subjects.POLICY_ADMIT,
+            admit,
+            span=span,
+            arrived=arrived,
+            epoch=origin.epoch,
+            hooks=origin.hooks,
+            news=news,
+            committed=origin.committed,
+        )
 
     async def ask(self, subject: str, message: msgspec.Struct, reply_type: Any) -> Any:
         """Ask another service. Raises what it raises, or Unavailable when it does not answer."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.policy import quota
 from services.policy.tenants import TenantRecord
 from shared.contracts.errors import BatonError, ContextExceeded, InvalidInput, QuotaExceeded, UnknownModel
-from shared.contracts.grants import Grant, Limits, Placement, Scope
+from shared.contracts.grants import Grant, Limits, Placement, Scope, class_rank
 from shared.contracts.messages import Admit, AdmitTenant
 
 Ask = Admit | AdmitTenant
@@ -50,10 +50,12 @@ def check(ask: Ask, tenant: TenantRecord, limits: Limits) -> str:
         raise InvalidInput(f"max_tokens is above your limit of {limits.max_output_tokens}", param="max_tokens")
     if reserved_tokens(ask) > MAX_RESERVED_TOKENS:
         raise InvalidInput(f"a request may come to at most {MAX_RESERVED_TOKENS} tokens", param="max_tokens")
-    klass = "batch" if isinstance(ask, AdmitTenant) else ask.klass or tenant.klass
-    if klass not in CLASSES:
+    if isinstance(ask, AdmitTenant):
+        return "batch"
+    if ask.klass and ask.klass not in CLASSES:
         raise InvalidInput(f"the class is one of {', '.join(CLASSES)}", param="class")
-    return klass
+    # nobody rises above the class that the operator gave
+    return max(tenant.klass, ask.klass or tenant.klass, key=class_rank)
 
 
 def refusal(verdict: quota.Verdict, limits: Limits) -> tuple[BatonError, bool]:

@@ -1,26 +1,55 @@
-"""The answer of a session that nobody reads piece by piece."""
+"""The answer of a request that nobody reads piece by piece."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from shared.ingress.choice_output import Piece
 from shared.ingress.completion_body import Choice, whole_body
+from shared.ingress.logprob_body import FormLogprobs, chat_logprobs, completion_logprobs
+from shared.ingress.request_group import RequestGroup
 from shared.ingress.session import Session
 
+Answered = Session | RequestGroup
 
-async def whole_answer(session: Session) -> dict[str, Any]:
-    """The body of a session's answer, once it has ended. Raises the error it ended with."""
-    texts: list[str] = []
-    finish = ""
+
+async def whole_answer(answered: Answered) -> dict[str, Any]:
+    """The body of a request's answer, once it has ended. Raises the error it ended with."""
+    pieces: list[list[Piece]] = [[] for _ in range(answered.num_choices)]
     while True:
-        await session.wait()
-        text, reason = session.take()
-        texts.append(text)
-        finish = reason or finish
-        if session.end is not None:
+        await answered.wait()
+        for piece in answered.take():
+            pieces[piece.choice].append(piece)
+        if answered.end is not None:
             break
-    if session.end.error is not None:
-        raise session.end.error
-    plan = session.plan
-    choices = [Choice("".join(texts), finish)]
-    return whole_body(plan.kind, session.request_id, plan.model, session.created, choices, session.usage())
+    if answered.end.error is not None:
+        raise answered.end.error
+    plan = answered.plan
+    form = logprobs_of(answered)
+    choices = [_choice(parts, form) for parts in pieces]
+    extra = told_tier(answered) | ({"timings": answered.timings()} if plan.timings else {})
+    return whole_body(plan.kind, answered.request_id, plan.model, answered.created, choices, answered.usage(), extra)
+
+
+def logprobs_of(answered: Answered) -> FormLogprobs | None:
+    """How the answer writes log-probabilities; None when none were asked for."""
+    plan = answered.plan
+    if plan.sampling.logprobs < 0:
+        return None
+    form = chat_logprobs if plan.kind == "chat" else completion_logprobs
+    return partial(form, token_bytes=partial(answered.model.codec.tokenizer.token_bytes, skip_special=False))
+
+
+def told_tier(answered: Answered) -> dict[str, str]:
+    """The service tier that served the request, if it named one."""
+    if not answered.plan.tier:
+        return {}
+    asked, urgent = answered.plan.tier == "priority", answered.klass == "interactive"
+    return {"service_tier": ("priority" if asked else "default") if urgent else "flex"}
+
+
+def _choice(parts: list[Piece], form: FormLogprobs | None) -> Choice:
+    tokens = [token for part in parts for token in part.tokens]
+    text, finish = "".join(part.text for part in parts), parts[-1].finish
+    return Choice(text, finish, None if form is None else form(tokens))

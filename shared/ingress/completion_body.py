@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,7 +23,15 @@ class Usage(msgspec.Struct, frozen=True):
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -30,6 +39,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     text: str
     finish: str
+    logprobs: dict[str, Any] | None = None
 
 
 def response_id(kind: str, request_id: str) -> str:
@@ -38,12 +48,18 @@ def response_id(kind: str, request_id: str) -> str:
 
 
 def whole_body(
-    kind: str, request_id: str, model: str, created: int, choices: Sequence[Choice], usage: Usage
+    kind: str,
+    request_id: str,
+    model: str,
+    created: int,
+    choices: Sequence[Choice],
+    usage: Usage,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+    """The body of an answer that is not streamed; `extra` are fields that a request asks for."""
     listed: list[dict[str, Any]] = []
     for index, choice in enumerate(choices):
-        common = {"index": index, "logprobs": None, "finish_reason": choice.finish}
+        common = {"index": index, "logprobs": choice.logprobs, "finish_reason": choice.finish}
         if kind == "chat":
             listed.append(common | {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
         else:
@@ -55,4 +71,5 @@ def whole_body(
         "model": model,
         "choices": listed,
         "usage": usage.body(),
+        **extra,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, ProtocolError, Unavailable, from_wire
 from shared.contracts.grants import Grant
+from shared.contracts.idempotency_messages import IngressAsked, IngressHere
 from shared.contracts.ids import Epoch, RequestId, Term, WorkerId
 from shared.contracts.message import decode
 from shared.contracts.messages import (
@@ -109,6 +110,7 @@ class Ingress:
         self._subscriptions = [
             await bus.subscribe(subjects.stream(ingress), StreamFrame, self._on_frame),
             await bus.serve(subjects.gateway_event(ingress), events, self._on_event),
+            await bus.serve(subjects.gateway_ask(ingress), IngressAsked, _here),
             await bus.subscribe(subjects.ANY_WORKER_BEAT, WorkerBeat, self._on_worker_beat),
         ]
         for pool in self.models.pools:
@@ -162,16 +164,19 @@ class Ingress:
         arrived: float,
         epoch: Epoch = FIRST_EPOCH,
         hooks: SessionHooks | None = None,
+        news: asyncio.Event | None = None,
+        committed: Sequence[int] = (),
     ) -> Session:
         """Admit a request by asking policy on `subject`, and submit it.
 
         Raises what policy's refusal says, or Unavailable when it does not answer or the ingress drains. From the return
-        on the session owns `span` and the reservation. `epoch` is the first one of this session.
+        on the session owns `span` and the reservation. `epoch` is the first one of this session;
+        `news` is shared with the sessions that it is answered together with; `committed`: see Session.
         """
         self.require_open()
         self._opening += 1
         try:
-            session = await self._admit(plan, subject, ask, span, arrived, epoch, hooks)
+            session = await self._admit(plan, subject, ask, span, arrived, epoch, hooks, news, committed)
         finally:
             self._opening -= 1
             self._settled.set()
@@ -189,6 +194,8 @@ class Ingress:
         arrived: float,
         epoch: Epoch,
         hooks: SessionHooks | None,
+        news: asyncio.Event | None,
+        committed: Sequence[int],
     ) -> Session:
         model = self.models.get(plan.model)
         span.set_attribute(a.REQUEST_ID, ask.request_id)
@@ -212,6 +219,8 @@ class Ingress:
             on_settled=self._forget,
             hooks=hooks,
             metrics=self.metrics,
+            news=news,
+            committed=committed,
             clock=self._clock,
         )
         self.sessions[session.request_id] = session
@@ -362,3 +371,7 @@ class Ingress:
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _here(delivery: Delivery) -> IngressHere:
+    return IngressHere()

@@ -6,7 +6,7 @@ The written rule: a parameter works, or is refused with a 400 that names it.
 - A known OpenAI parameter that is not supported is accepted only with a value that changes nothing (`NEUTRAL`).
 - An unknown field is refused. `user`, `safety_identifier`, `metadata` and `store: false` are accepted: they describe.
 
-`top_k` (0 = off) is an extension. What it does not know: tokens, tenants, the model's context.
+Extensions beside OpenAI's fields are in `EXTENSIONS`. What it does not know: tokens, tenants, the model's context.
 """
 
 from __future__ import annotations
@@ -21,43 +21,34 @@ from shared.contracts.errors import InvalidInput
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_METADATA = 16
+MAX_CHOICES = 128
+"""Outputs of a request, over all its prompts."""
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_STOP_IDS = 64
 
 CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
     "modalities": (None, ["text"]),
     "moderation": (None,),
-    "n": (None, 1),
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
     "prompt_cache_key": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
     "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None,),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
 """Known parameters of chat completions without support, with the values that ask for nothing."""
 
 COMPLETIONS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "logprobs": (None,),
-    "n": (None, 1),
-    "presence_penalty": (None, 0),
     "store": (None, False),
     "suffix": (None,),
 }
@@ -106,9 +97,16 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(_encodable(stop) for stop in stops)
 
 
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    several = isinstance(value, list) and any(isinstance(item, str | list) for item in value)
+    if several and len({type(item) for item in value}) > 1:
+        raise ValueError("must hold either strings or lists of token ids")
+    if several and len(value) > MAX_CHOICES:
+        raise ValueError(f"must hold at most {MAX_CHOICES} prompts")
+    return tuple(_prompt(item) for item in value) if several else (_prompt(value),)
+
+
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
     if isinstance(value, str):
         if not value:
             raise ValueError("must not be empty")
@@ -117,11 +115,33 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         raise ValueError("must be a string or a list of token ids")
     if not value:
         raise ValueError("must not be empty")
-    if any(isinstance(item, str | list) for item in value):
-        raise ValueError("must be a single prompt: several prompts in one request are not supported")
-    if not all(type(item) is int and item >= 0 for item in value):
+    return _token_ids(value)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
         raise ValueError("token ids must be integers, 0 or more")
     return tuple(value)
+
+
+def _stop_ids(value: Any) -> tuple[int, ...]:
+    ids = () if value is None else _token_ids(value)
+    if len(ids) > MAX_STOP_IDS:
+        raise ValueError(f"must hold at most {MAX_STOP_IDS} token ids")
+    return tuple(dict.fromkeys(ids))
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise ValueError(f"must be an object of at most {MAX_BIASES} token ids")
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise ValueError("keys must be token ids")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError("values must be numbers from -100 to 100")
+    return tuple(sorted((int(key), float(bias)) for key, bias in value.items()))
 
 
 def _content(value: Any) -> str | list[dict[str, str]]:
@@ -136,6 +156,10 @@ def _content(value: Any) -> str | list[dict[str, str]]:
             raise ValueError("the text of a part must be a string")
         _encodable(part["text"])
     return value
+
+
+def _or_zero(value: Any) -> Any:
+    return 0 if value is None else value
 
 
 def _metadata(value: Any) -> Any:
@@ -172,6 +196,7 @@ class ChatMessage(_Strict):
 
 class _Generation(_Strict):
     model: str = Field(min_length=1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
@@ -180,6 +205,17 @@ class _Generation(_Strict):
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_bias)] = ()
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    min_tokens: Annotated[int, BeforeValidator(_or_zero)] = Field(0, ge=0, le=2**31 - 1)
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_stop_ids)] = ()
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    timings: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
@@ -188,6 +224,16 @@ class _Generation(_Strict):
     def output_limit(self) -> int | None:
         """Output tokens asked for; None when the request names no limit."""
         return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        """Outputs wanted of each prompt."""
+        return self.n or 1
+
+    @property
+    def bias_ids(self) -> tuple[int, ...]:
+        """Token ids that `logit_bias` names."""
+        return tuple(token_id for token_id, _ in self.logit_bias)
 
 
 def _not_empty(messages: list[ChatMessage]) -> list[ChatMessage]:
@@ -201,16 +247,45 @@ class ChatRequest(_Generation):
 
     messages: Annotated[list[ChatMessage], FailFast(), AfterValidator(_not_empty)]
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def wanted_logprobs(self) -> int:
+        """Most likely tokens wanted beside each; -1: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
 
 class CompletionRequest(_Generation):
-    """POST /v1/completions. One prompt: text, or token ids."""
+    """POST /v1/completions. Prompts: each text, or token ids."""
 
-    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def wanted_logprobs(self) -> int:
+        """Most likely tokens wanted beside each; -1: no log-probabilities."""
+        return -1 if self.logprobs is None else self.logprobs
 
 
 GenerationRequest = ChatRequest | CompletionRequest
+
+EXTENSIONS = frozenset(
+    {
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "min_p",
+        "min_tokens",
+        "repetition_penalty",
+        "stop_token_ids",
+        "timings",
+        "top_k",
+    }
+)
+"""Fields of both requests that are not OpenAI's."""

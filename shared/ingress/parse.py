@@ -12,6 +12,7 @@ from shared.contracts.errors import InvalidInput
 from shared.ingress.openai_schema import (
     CHAT_NEUTRAL,
     COMPLETIONS_NEUTRAL,
+    MAX_CHOICES,
     MESSAGE_NEUTRAL,
     ChatRequest,
     CompletionRequest,
@@ -37,6 +38,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise InvalidInput("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidInput("top_logprobs: needs logprobs to be true", param="top_logprobs")
     _check_stream_options(request)
     return request
 
@@ -44,6 +47,10 @@ def parse_chat(body: bytes) -> ChatRequest:
 def parse_completion(body: bytes) -> CompletionRequest:
     """The completion request in a body. Raises InvalidInput naming the field."""
     request = _validated(CompletionRequest, drop_neutral(_json_object(body), COMPLETIONS_NEUTRAL))
+    if request.best_of is not None and request.best_of != request.choices:
+        raise InvalidInput("best_of: only the value of n is supported", param="best_of")
+    if request.choices * len(request.prompt) > MAX_CHOICES:
+        raise InvalidInput(f"n: prompts and n come to more than {MAX_CHOICES} choices", param="n")
     _check_stream_options(request)
     return request
 
@@ -56,6 +63,8 @@ def parse_as(model: type[Model], body: bytes) -> Model:
 def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidInput("stream_options is only allowed when stream is true", param="stream_options")
+    if request.timings and request.stream and not (request.stream_options and request.stream_options.include_usage):
+        raise InvalidInput("timings: a stream tells them with its usage; set include_usage", param="timings")
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

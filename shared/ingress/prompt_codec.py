@@ -45,31 +45,34 @@ class PromptCodec:
             return parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._threads, parse, body)
 
-    async def encode(self, request: GenerationRequest) -> list[int]:
-        """The prompt's token ids.
+    async def encode(self, request: GenerationRequest) -> list[list[int]]:
+        """Each prompt's token ids; a chat has one.
 
         Raises InvalidInput naming `messages` or `prompt`; ContextExceeded for a text that is far too long.
         """
-        if not isinstance(request, ChatRequest) and not isinstance(request.prompt, str):
-            return list(request.prompt)
+        if not isinstance(request, ChatRequest) and not any(isinstance(prompt, str) for prompt in request.prompt):
+            return self.encode_now(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, request)
 
-    def encode_now(self, request: GenerationRequest) -> list[int]:
+    def encode_now(self, request: GenerationRequest) -> list[list[int]]:
         """As `encode`, on the caller's own thread."""
-        if not isinstance(request, ChatRequest) and not isinstance(request.prompt, str):
-            return list(request.prompt)
         if isinstance(request, ChatRequest):
-            if self.tokenizer.chat_template is None:
-                raise InvalidInput("this model has no chat template; use /v1/completions", param="messages")
-            messages = [message.model_dump() for message in request.messages]
-            return encode_chat(self.tokenizer, messages, now=datetime.now(), max_chars=self._max_chars)
-        assert isinstance(request.prompt, str)
-        if len(request.prompt) > self._max_chars:
+            return [self._encode_chat(request)]
+        return [self._encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompt]
+
+    def _encode_chat(self, request: ChatRequest) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            raise InvalidInput("this model has no chat template; use /v1/completions", param="messages")
+        messages = [message.model_dump() for message in request.messages]
+        return encode_chat(self.tokenizer, messages, now=datetime.now(), max_chars=self._max_chars)
+
+    def _encode_prompt(self, prompt: str) -> list[int]:
+        if len(prompt) > self._max_chars:
             raise ContextExceeded(
-                f"this model's context is {self._context} tokens; the prompt has {len(request.prompt)} characters",
+                f"this model's context is {self._context} tokens; the prompt has {len(prompt)} characters",
                 param="prompt",
             )
-        return self.tokenizer.encode_prompt(request.prompt)
+        return self.tokenizer.encode_prompt(prompt)
 
     def close(self) -> None:
         """End the threads; encodings in progress finish."""

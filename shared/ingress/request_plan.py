@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+
+import msgspec
 
 from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.contracts.messages import Identity
@@ -11,6 +14,10 @@ from shared.ingress.openai_schema import ChatRequest, GenerationRequest
 from shared.ingress.served_models import ServedModel
 
 DEFAULT_MAX_TOKENS = 1024
+MAX_PROMPT_SCORES = 384 * 1024
+"""Most bytes of a prompt's log-probabilities: they cross the bus in one message."""
+CLASS_OF_TIER = {"priority": "interactive", "flex": "analysis"}
+"""Service tiers that ask for a class; the others take the tenant's own."""
 _U64 = 2**64 - 1
 
 
@@ -25,6 +32,29 @@ class RequestPlan:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    n: int = 1  # choices
+    keep_stop: bool = False  # what ended a choice stays in its text
+    echo: str | None = None  # stands before each choice's text
+    klass: str = ""  # asked for; policy decides
+    tier: str = ""  # the `service_tier` asked for
+    timings: bool = False  # the answer tells them
+
+    @property
+    def choices(self) -> tuple[SamplingParams, ...]:
+        """Sampling of every choice: they differ in their seeds, and the first one scores the prompt."""
+        first = self.sampling
+        others = (
+            msgspec.structs.replace(first, seed=choice_seed(first.seed, i), prompt_logprobs=-1)
+            for i in range(1, self.n)
+        )
+        return (first, *others)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of several outputs of a request; the first one has the request's own."""
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}|{choice}".encode(), digest_size=8).digest(), "little")
 
 
 def prompt_field(request: GenerationRequest) -> str:
@@ -33,7 +63,13 @@ def prompt_field(request: GenerationRequest) -> str:
 
 
 def make_plan(
-    request: GenerationRequest, prompt: list[int], model: ServedModel, *, identity: Identity, seed: int
+    request: GenerationRequest,
+    prompt: list[int],
+    model: ServedModel,
+    *,
+    identity: Identity,
+    seed: int,
+    number: int = 0,
 ) -> RequestPlan:
     """The plan of a tokenized request.
 
@@ -42,6 +78,7 @@ def make_plan(
         model: the one that `request` asks for, by whichever name.
         identity: for the tenant's default and limit of output tokens.
         seed: used when the client gave none.
+        number: of the prompt among those of the request.
 
     Raises:
         ContextExceeded: prompt and output do not fit.
@@ -51,9 +88,15 @@ def make_plan(
     if not prompt:
         raise InvalidInput("the prompt has no tokens", param=field)
     max_tokens = max_output(len(prompt), request.output_limit, model.context, identity, field)
-    if max(prompt) >= model.vocab_size:
-        raise InvalidInput(f"token ids must be below {model.vocab_size}", param=field)
-    defaults = model.defaults
+    for name, ids in ((field, prompt), ("logit_bias", request.bias_ids), ("stop_token_ids", request.stop_token_ids)):
+        if max(ids, default=0) >= model.vocab_size:
+            raise InvalidInput(f"{name}: token ids must be below {model.vocab_size}", param=name)
+    if request.min_tokens > max_tokens:
+        raise InvalidInput(f"min_tokens: above the {max_tokens} tokens there can be", param="min_tokens")
+    defaults, logprobs = model.defaults, request.wanted_logprobs
+    echo = echo_of(request, prompt, model)
+    if echo is not None and (len(prompt) - 1) * (4 + 8 * max(0, logprobs)) > MAX_PROMPT_SCORES:
+        raise InvalidInput("logprobs: too many of a prompt this long; ask for fewer", param="logprobs")
     return RequestPlan(
         kind="chat" if isinstance(request, ChatRequest) else "completions",
         model=model.name,
@@ -63,12 +106,35 @@ def make_plan(
             temperature=defaults.temperature if request.temperature is None else request.temperature,
             top_p=defaults.top_p if request.top_p is None else request.top_p,
             top_k=defaults.top_k if request.top_k is None else request.top_k,
-            seed=(seed if request.seed is None else request.seed) & _U64,
+            seed=choice_seed((seed if request.seed is None else request.seed) & _U64, number * request.choices),
+            ignore_eos=bool(request.ignore_eos),
+            min_p=request.min_p or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            logit_bias=request.logit_bias,
+            min_tokens=request.min_tokens,
+            stop_token_ids=request.stop_token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=-1 if echo is None or len(prompt) == 1 else logprobs,
         ),
         stops=request.stop,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        n=request.choices,
+        keep_stop=bool(request.include_stop_str_in_output),
+        echo=echo,
+        klass=CLASS_OF_TIER.get(request.service_tier or "", ""),
+        tier=request.service_tier or "",
+        timings=bool(request.timings),
     )
+
+
+def echo_of(request: GenerationRequest, prompt: list[int], model: ServedModel) -> str | None:
+    """The prompt's text, if the answer is to begin with it."""
+    if isinstance(request, ChatRequest) or not request.echo:
+        return None
+    return model.codec.tokenizer.decode(prompt)
 
 
 def max_output(num_prompt: int, asked: int | None, context: int, identity: Identity, field: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from shared.contracts import subjects
 from shared.contracts.errors import BatonError, from_wire
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import Epoch, Term
+from shared.contracts.logprobs import unpack_logprobs
 from shared.contracts.messages import (
     Cancel,
     Cancelled,
@@ -33,7 +34,7 @@ from shared.contracts.messages import (
     Submit,
 )
 from shared.contracts.tokens import pack_tokens
-from shared.ingress.choice_text import ChoiceText
+from shared.ingress.choice_output import Piece, make_echo, new_output
 from shared.ingress.completion_body import Usage
 from shared.ingress.config import IngressConfig
 from shared.ingress.request_metrics import RequestMetrics
@@ -76,6 +77,8 @@ class Session:
         arrived: when the request arrived, monotonic seconds.
         epoch: the first one; above every epoch the request had in earlier sessions.
         on_settled: called once, when nothing more is to be done.
+        news: shared with the other sessions of a `RequestGroup`.
+        committed: output tokens of an earlier session, from which this one goes on.
     """
 
     def __init__(
@@ -95,9 +98,13 @@ class Session:
         on_settled: Callable[[Session], None],
         hooks: SessionHooks | None = None,
         metrics: Metrics,
+        news: asyncio.Event | None = None,
+        committed: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan = plan
+        self.klass = grant.klass
+        self.num_choices = plan.n
         self.model = model
         self.request_id = grant.request_id
         self.created = int(time.time())
@@ -106,6 +113,7 @@ class Session:
             plan.prompt,
             arrived=arrived,
             budget_s=grant.budget_s,
+            num_choices=plan.n,
             find_stop=self._find_stop,
             rules=StreamRules(worker_silence_s=config.worker_silence_s, first_submit_s=config.submit_s),
             term=term,
@@ -126,22 +134,27 @@ class Session:
         self._stream_span = tracer.start_span(f"{config.service}.stream", context=self._context)
         self._timings = TokenTimings(arrived)
         self._metrics = RequestMetrics(metrics, model.name, arrived=arrived, epoch=epoch)
-        self._metrics.admitted(1, plan.sampling.max_tokens)
-        self._text = ChoiceText(model.codec.tokenizer.token_bytes, plan.stops)
-        self._unsent: list[str] = []
+        self._metrics.admitted(plan.n, plan.sampling.max_tokens)
+        self._outputs = [new_output(i, plan, model.codec.tokenizer) for i in range(plan.n)]
+        if plan.echo is not None and plan.sampling.prompt_logprobs < 0:
+            self._begin(b"")
         self._unsent_bytes = 0
         self._sent_bytes = 0
-        self._finish = ""
-        self._news = asyncio.Event()
+        self._placed_at: float | None = None
+        self._arrived = arrived
+        self._news = news or asyncio.Event()
         self._taken_at = clock()
         self._replays = 0
         self._died = 0
+        self._restored = committed
         self._hooks = hooks
         self._on_settled = on_settled
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Submit to the scheduler."""
+        if self._restored:
+            self.apply(self.stream.restore(self._restored))
         self.apply(self.stream.start(self._clock()))
 
     @property
@@ -160,16 +173,27 @@ class Session:
         """Returns when there is text to send, a choice has finished, or the request is over."""
         await self._news.wait()
 
-    def take(self) -> tuple[str, str]:
-        """(text, finish reason or "") since the last call; the finish reason is given once."""
-        text, finish = "".join(self._unsent), self._finish
-        self._unsent.clear()
+    def take(self) -> list[Piece]:
+        """What came since the last call, choice by choice; each choice's finish reason is given once."""
+        pieces = [piece for output in self._outputs if (piece := output.take()) is not None]
         self._unsent_bytes = 0
-        self._finish = ""
         self._taken_at = self._clock()
         if self.end is None:
             self._news.clear()
-        return text, finish
+        return pieces
+
+    def timings(self) -> dict[str, float]:
+        """Milliseconds since the request arrived, and output tokens a second behind the first; what is known of it."""
+        now, timings = self._clock(), self._timings
+        found = {"total_ms": (now - self._arrived) * 1000}
+        if self._placed_at is not None:
+            found["queue_ms"] = (self._placed_at - self._arrived) * 1000
+        if timings.ttft_s is not None:
+            found["first_token_ms"] = timings.ttft_s * 1000
+            rest = now - self._arrived - timings.ttft_s
+            if timings.count > 1 and rest > 0:
+                found["tokens_per_second"] = (timings.count - 1) / rest
+        return {name: round(value, 3) for name, value in found.items()}
 
     def sent(self, num_bytes: int) -> None:
         """Count bytes given to the client's connection."""
@@ -186,7 +210,7 @@ class Session:
 
     def tick(self, now: float, worker_seen: float | None) -> None:
         """Let time pass."""
-        if self.plan.stream and self.stream.end is None and self._unsent:
+        if self.plan.stream and self.stream.end is None and self._unsent_bytes:
             blocked = now - self._taken_at > self._config.max_blocked_s
             if blocked or self._unsent_bytes > self._config.max_unsent_bytes:
                 self.aborted.set()
@@ -199,19 +223,25 @@ class Session:
         """Carry effects out, in order."""
         if self.stream.placed is not None:
             self._metrics.placed(self._clock())
+            if self._placed_at is None:
+                self._placed_at = self._clock()
         settle: fx.SettleRequest | None = None
         acks: list[fx.AckFinal] = []
         for effect in effects:
             match effect:
-                case fx.Commit(token_ids=ids):
+                case fx.Commit(choice=choice, token_ids=ids):
                     now = self._clock()
                     self._timings.add(now, len(ids))
                     self._metrics.tokens(now, len(ids))
-                    self._collect()
-                case fx.EndChoice(finish=finish):
-                    self._text.finish()
-                    self._collect()
-                    self._finish = finish
+                    if effect.logprobs:
+                        self._outputs[choice].score(ids, unpack_logprobs(effect.logprobs, len(ids)))
+                    if effect.prompt_logprobs:
+                        self._begin(effect.prompt_logprobs)
+                    self._collect(choice)
+                case fx.EndChoice(choice=choice, finish=finish):
+                    self._outputs[choice].text.finish()
+                    self._collect(choice)
+                    self._outputs[choice].end(finish)
                     self._news.set()
                 case fx.End():
                     self._news.set()
@@ -242,13 +272,23 @@ class Session:
             self._hooks.on_died(self._died)
 
     def _find_stop(self, choice: int, first_seq: int, token_ids: Any) -> int | None:
-        return self._text.push(token_ids)
+        return self._outputs[choice].text.push(token_ids)
 
-    def _collect(self) -> None:
-        if text := self._text.take():
-            self._unsent.append(text)
-            self._unsent_bytes += len(text) + _CHUNK_BYTES
+    def _collect(self, choice: int) -> None:
+        output = self._outputs[choice]
+        before = output.unsent_chars
+        if output.collect():
+            self._unsent_bytes += output.unsent_chars - before + _CHUNK_BYTES
             self._news.set()
+
+    def _begin(self, prompt_logprobs: bytes) -> None:
+        """What stands before the choices' own text is known."""
+        assert self.plan.echo is not None
+        prompt = self.plan.prompt
+        scores = [None, *unpack_logprobs(prompt_logprobs, len(prompt) - 1)] if self.plan.sampling.logprobs >= 0 else []
+        echo = make_echo(prompt, self.plan.echo, scores, self.model.codec.tokenizer)
+        for output in self._outputs:
+            output.begin(echo)
 
     def _run(self, hop: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guarded(hop))
@@ -271,7 +311,7 @@ class Session:
             grant=self._signed,
             token_ids=pack_tokens(effect.token_ids),
             num_prompt_tokens=effect.num_prompt_tokens,
-            sampling=(self.plan.sampling,),
+            sampling=self.plan.choices,
             age_s=effect.age_s,
             numerics=effect.numerics,
         )

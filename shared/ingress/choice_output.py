@@ -1,0 +1,140 @@
+"""One choice on its way to the client: its text and its tokens' log-probabilities, until they are taken. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shared.contracts.logprobs import TokenLogprob
+from shared.ingress.choice_text import ChoiceText
+from shared.ingress.request_plan import RequestPlan
+from shared.text.detokenizer import Detokenizer
+from shared.text.tokenizer import Tokenizer
+
+
+class ScoredToken(NamedTuple):
+    """A token of the answer, where its text begins (code points), and what it scored.
+
+    `logprob` is None for the first token of a prompt, which nothing comes before.
+    """
+
+    token_id: int
+    offset: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(slots=True)
+class Piece:
+    """What came of one choice since the last look. `finish` is set once, in the last one."""
+
+    choice: int
+    text: str = ""
+    finish: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What stands before a choice's own text."""
+
+    text: str
+    tokens: tuple[ScoredToken, ...] = ()
+
+
+def make_echo(prompt: Sequence[int], text: str, scores: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> Echo:
+    """A prompt repeated before the answer; `scores` are of its tokens, or none."""
+    detokenizer, tokens, offset = Detokenizer(tokenizer.token_bytes), [], 0
+    for token_id, score in zip(prompt, scores, strict=False):
+        tokens.append(ScoredToken(token_id, offset, score))
+        offset += len(detokenizer.push((token_id,)))
+    return Echo(text, tuple(tokens))
+
+
+class ChoiceOutput:
+    """Text and scores of a choice. A token's score is given with the last of its text, or at the end.
+
+    Args:
+        text: the choice's text; it keeps ends where scores are wanted.
+        echo: nothing is given before `begin`.
+    """
+
+    def __init__(self, choice: int, text: ChoiceText, *, echo: bool = False) -> None:
+        self.choice = choice
+        self.text = text
+        self.unsent_chars = 0
+        self._waits = echo
+        self._before = 0  # code points of the echo
+        self._unsent: list[str] = []
+        self._given = 0  # code points of the choice's own text
+        self._tokens: list[ScoredToken] = []
+        self._scored = 0  # tokens
+        self._finish = ""
+        self._finish_given = False
+
+    def begin(self, echo: Echo) -> None:
+        """What stands before the text is known. Once."""
+        if self._waits:
+            self._waits = False
+            self._before = len(echo.text)
+            self._unsent.insert(0, echo.text)
+            self.unsent_chars += len(echo.text)
+            moved = [token._replace(offset=token.offset + self._before) for token in self._tokens]
+            self._tokens = [*echo.tokens, *moved]
+
+    def score(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Scores of the next tokens of the text."""
+        ends = self.text.ends
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            start = ends[self._scored - 1] if self._scored else 0
+            self._tokens.append(ScoredToken(token_id, self._before + start, logprob))
+            self._scored += 1
+
+    def collect(self) -> bool:
+        """Take over what text has become ready; True when there is some."""
+        text = self.text.take()
+        if text:
+            self._unsent.append(text)
+            self.unsent_chars += len(text)
+            self._given += len(text)
+        return bool(text)
+
+    def end(self, finish: str) -> None:
+        """No more comes."""
+        self._finish = finish
+
+    def take(self) -> Piece | None:
+        """What is new; None when nothing is."""
+        ends = bool(self._finish) and not self._finish_given
+        if self._waits and not ends:
+            return None
+        piece = Piece(self.choice, "".join(self._unsent), self._finish if ends else "")
+        self._unsent.clear()
+        self.unsent_chars = 0
+        self._finish_given |= ends
+        if piece.text or ends:
+            piece.tokens = self._take_tokens()
+        return piece if piece.text or ends else None
+
+    def _take_tokens(self) -> list[ScoredToken]:
+        count = len(self._tokens)
+        if not self._finish:
+            first, ends = self._scored - count, self.text.ends  # of the echo's, `first` is negative
+            while count and first + count > 0 and ends[first + count - 1] > self._given:
+                count -= 1
+        taken, self._tokens = self._tokens[:count], self._tokens[count:]
+        return taken
+
+
+def new_output(choice: int, plan: RequestPlan, tokenizer: Tokenizer) -> ChoiceOutput:
+    """The output of a planned request's choice. The token that ended it shows no text, unless it is to be kept."""
+    silent = frozenset() if plan.keep_stop else frozenset(plan.sampling.stop_token_ids)
+    token_bytes = tokenizer.token_bytes
+    text = ChoiceText(
+        (lambda token_id: b"" if token_id in silent else token_bytes(token_id)) if silent else token_bytes,
+        plan.stops,
+        keep_stop=plan.keep_stop,
+        min_tokens=plan.sampling.min_tokens,
+        keep_ends=plan.sampling.logprobs >= 0,
+    )
+    return ChoiceOutput(choice, text, echo=plan.echo is not None)
