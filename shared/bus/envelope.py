@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 from opentelemetry import context as otel_context
-from opentelemetry import propagate
 from opentelemetry.context import Context
 
+from shared.bus import trace_context
 from shared.bus.bus import BUDGET_HEADER, ERROR_HEADER, NO_RESPONDERS, Delivery, RequestHandler, Sent
 from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, Unavailable, from_wire, to_wire
 from shared.contracts.message import decode, encode
@@ -68,7 +68,7 @@ def outgoing(subject: str, message: Sent, budget_s: float | None, limit: int) ->
     if isinstance(message, bytes):
         return payload, None
     headers: Headers = {}
-    propagate.inject(headers)
+    trace_context.inject(headers)
     if budget_s is not None:
         headers[BUDGET_HEADER] = str(max(0, int(budget_s * 1000)))
     return payload, headers or None
@@ -96,7 +96,7 @@ def incoming(
         if not budget.isascii() or not budget.isdigit() or len(budget) > MAX_BUDGET_DIGITS:
             raise ProtocolError(f"budget header on {subject} is not a number of milliseconds")
         deadline = (time.monotonic() if now is None else now) + int(budget) / 1000
-    return Delivery(subject, message, propagate.extract(headers, context=_EMPTY), deadline, stored_id)
+    return Delivery(subject, message, trace_context.extract(headers), deadline, stored_id)
 
 
 async def answer(

@@ -1,0 +1,79 @@
+"""Figures and table of `loadtest/gateway.py`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from loadtest.gateway_client import Heard
+from loadtest.machine import IDLE_CORES
+
+
+def latency_of(heard: Sequence[Heard], sent: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Milliseconds from sending a request to its first token, and from a token's leaving the worker to its client.
+
+    Tokens of answers in which several came as one chunk are left out of the second.
+    """
+    first = sorted(one.at[0] - one.sent for one in heard)
+    later = sorted(
+        came - left
+        for one in heard
+        if len(one.at) == len(sent.get(one.request_id, ()))
+        for left, came in zip(sent[one.request_id], one.at, strict=True)
+    )
+    gaps = sorted(b - a for one in heard for a, b in zip(one.at, one.at[1:], strict=False))
+    values = {"first_token": first, "token_delay": later, "gap": gaps}
+    return {f"{name}_p{share}_ms": _at(some, share / 100) * 1e3 for name, some in values.items() for share in (50, 99)}
+
+
+def streams_of(
+    heard: Sequence[Heard], sent: Mapping[str, Sequence[float]], seconds: float, used_s: float
+) -> dict[str, float]:
+    """Tokens a second, processor microseconds of the gateway a token, and the share of chunks that held one token."""
+    tokens = sum(len(sent[one.request_id]) for one in heard)
+    chunks = sum(len(one.at) for one in heard)
+    return {
+        "requests": len(heard),
+        "tokens": tokens,
+        "tokens_s": tokens / seconds,
+        "gateway_us_a_token": used_s / tokens * 1e6,
+        "chunks_a_token": chunks / tokens,
+    }
+
+
+def text_of(report: Mapping[str, Any]) -> str:
+    """The table: medians over the rounds."""
+    machine = report["machine"]
+    columns = (
+        ("first token p50", "first_token_p50_ms", 9, 2),
+        ("p99, ms", "first_token_p99_ms", 9, 2),
+        ("token delay p50", "token_delay_p50_ms", 9, 2),
+        ("p99, ms", "token_delay_p99_ms", 9, 2),
+        ("tokens/s", "tokens_s", 9, 0),
+        ("us/token", "gateway_us_a_token", 9, 1),
+    )
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}",
+        f"{'':20}{'first token, ms':>18}{'token delay, ms':>18}{'tokens':>9}{'gateway':>9}{'gateway':>9}",
+        f"{'':20}{'p50':>9}{'p99':>9}{'p50':>9}{'p99':>9}{'/s':>9}{'us/token':>9}{'cores':>9}",
+    ]
+    kinds = list(dict.fromkeys(row["kind"] for row in report["rows"]))
+    for kind in kinds:
+        some = [row for row in report["rows"] if row["kind"] == kind]
+        cells = (f"{median(row[key] for row in some):{width}.{digits}f}" for _, key, width, digits in columns)
+        cores = median(sum(row["gateway_cores"]) for row in some)
+        lines.append(f"{kind:20}" + "".join(cells) + f"{cores:9.2f}")
+    alone, beside = (
+        median(row["tokens_s"] for row in report["rows"] if row["kind"] == kind)
+        for kind in ("alone", "beside wrong keys")
+    )
+    refused = median(row["refused"] for row in report["rows"] if row["kind"] == "beside wrong keys")
+    lines.append(f"A stream beside {refused:.0f} refused requests had {beside / alone:.1%} of its rate alone.")
+    if any(row["foreign_cores"] > IDLE_CORES for row in report["rows"]):
+        lines.append(f"Others used more than {IDLE_CORES:g} cores: these figures are no measure of this machine.")
+    return "\n".join(lines)
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
