@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from opentelemetry import baggage, context
+from opentelemetry import context, trace
 
 from shared.bus import envelope
 from shared.bus.bus import BUDGET_HEADER, NO_RESPONDERS, Bus, Delivery, Redeliver
@@ -202,22 +202,23 @@ async def test_published_messages_keep_their_order_and_survive_a_failing_handler
 async def test_budget_becomes_a_deadline_and_context_travels(connect: Connect, topic: str) -> None:
     server, client = await connect("policy"), await connect("gateway")
     remaining: list[float] = []
-    names: list[object] = []
+    parents: list[trace.SpanContext] = []
 
     async def look(delivery: Delivery) -> msgspec.Struct:
         remaining.append(delivery.remaining_s())
-        names.append(baggage.get_baggage("who"))
+        parents.append(trace.get_current_span().get_span_context())
         return Reply()
 
     await server.serve(topic, Ask, look)
-    token = context.attach(baggage.set_baggage("who", "me"))
+    asker = trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
+    token = context.attach(trace.set_span_in_context(trace.NonRecordingSpan(asker)))
     try:
         await client.request(topic, Ask(), Reply, timeout_s=3)
     finally:
         context.detach(token)
     assert 2.0 < remaining[0] <= 3.0
     # The handler's own spans and publishes run under the asker's context.
-    assert names == ["me"]
+    assert [(one.trace_id, one.span_id, one.is_remote) for one in parents] == [(0xABC, 0xDEF, True)]
 
 
 async def test_spent_budget_is_dropped_on_arrival(connect: Connect, topic: str) -> None:
