@@ -35,6 +35,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def looks_back(self) -> bool:
         """True when earlier tokens have a say in the draw."""
+        return self.penalizes or bool(self.grammar)
+
+    @property
+    def penalizes(self) -> bool:
+        """True when tokens that came before lose or gain by it."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property

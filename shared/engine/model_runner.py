@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -12,10 +14,13 @@ from torch import Tensor
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.logprobs import TokenLogprob
 from shared.engine.forward_batch import ForwardBatch, build_forward_batch
-from shared.engine.sampler import logprobs_of, sample_greedily, sample_sequences
+from shared.engine.sampler import constrained_rows, logprobs_of, sample_greedily, sample_sequences
 from shared.engine.step_plan import StepOutput, StepPlan
+from shared.grammar.row_masks import NO_MASKS, RowMasks, StepMasks
 from shared.kv.pool import Pool
 from shared.model.decoder import DTYPES, Model
+
+log = logging.getLogger("baton.worker")
 
 RecordLogits = Callable[[str, int, Tensor], None]
 """Called as (seq_id, absolute position of the row, [vocab_size] logits): for proofs."""
@@ -24,13 +29,19 @@ RecordLogits = Callable[[str, int, Tensor], None]
 class ModelRunner:
     """One model over one pool. Used by one thread; steps run in the order they are given.
 
+    Args:
+        masks: tells what grammars allow; without it no sequence may have one.
+
     Raises:
         SettingsError: the pool is not of the model's dtype or its kernels' tile layout, or its groups do not hold the
             model's layers.
     """
 
-    def __init__(self, model: Model, pool: Pool, record_logits: RecordLogits | None = None) -> None:
+    def __init__(
+        self, model: Model, pool: Pool, record_logits: RecordLogits | None = None, masks: RowMasks | None = None
+    ) -> None:
         self._model = model
+        self._masks = masks
         self._groups = pool.layout.groups
         self._pools = pool.views()
         self._record_logits = record_logits
@@ -61,6 +72,8 @@ class ModelRunner:
         except ValueError as exc:
             raise Internal(str(exc)) from exc
         lost = self._resolve(batch, plan)
+        # worked out while the model computes
+        masks = None if batch.top_only else self._begin_masks(plan, _tokens(batch), lost)
         logits = self._model.forward(batch, self._groups, self._pools)
         if batch.top_only:
             logprobs: Mapping[int, tuple[TokenLogprob, ...]] = {}
@@ -69,12 +82,29 @@ class ModelRunner:
             bad = _not_finite(logits, batch) | lost
             if self._record_logits is not None:
                 self._record(plan, batch, logits)
-            sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad, _tokens(batch))
+            found = NO_MASKS if masks is None else masks.result()
+            bad |= self._report(found)
+            sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad, _tokens(batch), found.bits)
             logprobs = logprobs_of(logits, plan.sequences, batch.logit_ranges, sampled, bad)
         self._last = {
             sequence.seq_id: tokens for sequence, tokens in zip(plan.sequences, sampled, strict=True) if tokens
         } | {plan.sequences[i].seq_id: () for i in bad}
         return StepOutput(plan.step, sampled, bad, time.perf_counter() - start, logprobs)
+
+    def _begin_masks(self, plan: StepPlan, tokens: list[list[int]], skip: frozenset[int]) -> Future[StepMasks] | None:
+        rows = constrained_rows(plan.sequences, tokens, skip)
+        if not rows:
+            return None
+        if self._masks is None:
+            raise Internal(f"step {plan.step}: {rows[0].seq_id} has a grammar, and nothing here reads it")
+        return self._masks.begin(rows)
+
+    @staticmethod
+    def _report(masks: StepMasks) -> frozenset[int]:
+        """The sequences that cannot go on under their grammars."""
+        for reason in masks.faults.values():
+            log.warning("a constrained output ends: %s", reason)
+        return frozenset(masks.faults)
 
     def _resolve(self, batch: ForwardBatch, plan: StepPlan) -> frozenset[int]:
         """Fill in tokens in flight. Returns the sequences whose token never came, because their row was bad."""

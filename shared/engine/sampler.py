@@ -5,13 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.sampling import Adjustment, RowSampling, greedy_rows, row_logprobs, sample
 from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
 from shared.engine.step_plan import ScheduledSequence
+from shared.grammar.row_masks import NO_MASKS, ConstrainedRow
+
+Masks = NDArray[np.uint32]
+"""[rows, ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is set for token i."""
+Mask = NDArray[np.uint32]
+"""One row of it."""
+
+
+def constrained_rows(
+    sequences: Sequence[ScheduledSequence], tokens: Sequence[Sequence[int]], skip: frozenset[int]
+) -> list[ConstrainedRow]:
+    """The sequences of a step that sample under a grammar; arguments as of `sample_sequences`."""
+    found = []
+    for i, sequence in enumerate(sequences):
+        params = sequence.sampling
+        if params is None or not params.grammar or i in skip:
+            continue
+        output = (*sequence.history, *tokens[i])[sequence.num_prompt_tokens :]
+        more = sequence.num_sampled - 1  # rows before the last
+        outputs = tuple(output[: len(output) - more + j] for j in range(more + 1))
+        found.append(ConstrainedRow(i, sequence.seq_id, params.grammar, outputs))
+    return found
 
 
 def row_sampling(params: SamplingParams, position: int, adjustment: Adjustment | None = None) -> RowSampling:
@@ -27,16 +51,17 @@ def row_sampling(params: SamplingParams, position: int, adjustment: Adjustment |
     )
 
 
-def row_adjustment(sequence: ScheduledSequence, tokens: Sequence[int]) -> Adjustment | None:
+def row_adjustment(sequence: ScheduledSequence, tokens: Sequence[int], mask: Mask | None = None) -> Adjustment | None:
     """What is done to the logits of a sequence's row; None: nothing.
 
     Args:
         tokens: those of the step up to the row, in-flight ones filled in.
+        mask: what its grammar allows.
     """
     params = sequence.sampling
-    if params is None or not (params.looks_back or params.logit_bias or sequence.banned):
+    if params is None or not (params.penalizes or params.logit_bias or sequence.banned or mask is not None):
         return None
-    seen = (*sequence.history, *tokens) if params.looks_back else ()
+    seen = (*sequence.history, *tokens) if params.penalizes else ()
     prompt = sequence.num_prompt_tokens
     bias = dict(params.logit_bias) | dict.fromkeys(sequence.banned, -math.inf)
     return Adjustment(
@@ -46,6 +71,7 @@ def row_adjustment(sequence: ScheduledSequence, tokens: Sequence[int]) -> Adjust
         prompt_ids=seen[:prompt],
         output_ids=seen[prompt:],
         bias=bias,
+        mask=mask,
     )
 
 
@@ -55,6 +81,7 @@ def sample_sequences(
     ranges: Sequence[range],
     skip: frozenset[int],
     tokens: Sequence[Sequence[int]],
+    masks: Mapping[int, Masks] = NO_MASKS.bits,
 ) -> tuple[tuple[int, ...], ...]:
     """One token per row that a sequence samples from.
 
@@ -63,6 +90,7 @@ def sample_sequences(
         ranges: per sequence its rows of `logits`, its last tokens' in order.
         skip: indices of sequences that get () whatever they ask for.
         tokens: per sequence those of the step, in-flight ones filled in.
+        masks: of the rows of each sequence that samples under a grammar.
     """
     indices: list[int] = []
     rows: list[RowSampling] = []
@@ -76,8 +104,9 @@ def sample_sequences(
         # the row at position t draws the token at t + 1
         first = len(sequence.token_ids) - len(span) + 1
         indices.extend(span)
-        for end in range(first, first + len(span)):
-            adjustment = row_adjustment(sequence, tokens[i][:end])
+        row_masks: Sequence[Mask | None] = masks[i] if i in masks else [None] * len(span)  # type: ignore[assignment]
+        for end, mask in zip(range(first, first + len(span)), row_masks, strict=True):
+            adjustment = row_adjustment(sequence, tokens[i][:end], mask)
             rows.append(row_sampling(params, sequence.start + end, adjustment))
         counts.append(len(span))
     picked = logits if len(indices) == logits.shape[0] else logits[indices]

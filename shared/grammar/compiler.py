@@ -25,14 +25,6 @@ MAX_KEPT = 128
 SLOW_S = 0.3
 """Most processor seconds of compiling at the door: what takes longer would hold up others' steps later."""
 _MAX_REASON_CHARS = 300
-_LIMITS = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-    "verbose_errors": False,
-}
 
 
 class GrammarCompiler:
@@ -49,7 +41,7 @@ class GrammarCompiler:
         vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, self.eos_ids))
         self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=list(self.eos_ids) or None)
         self._slow_s = slow_s
-        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._limits = _limits()
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, llguidance.LLMatcher | str] = OrderedDict()
 
@@ -104,8 +96,19 @@ class GrammarCompiler:
         return matcher
 
 
+def _limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
 class LazyCompiler:
-    """The compiler of a model folder, made when it is first needed: that takes half a second, and most never need it."""
+    """The compiler of a model folder, made when it is first needed, as that takes half a second."""
 
     def __init__(self, folder: Path, eos_ids: Iterable[int] = ()) -> None:
         self._folder = folder
@@ -131,7 +134,7 @@ class _Vocabulary:
         self.special_token_ids = [token.id for token in tokenizer.special_tokens.values()]
         self.tokens = [tokenizer.token_bytes(i, skip_special=False) for i in range(tokenizer.vocab_size)]
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             raise TypeError("takes text")  # tells the library to hand over text
         return self._tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""One call of a tool, read character by character: `{"name": "f", "arguments": {…}}`, in whatever pieces it comes. Pure.
+"""One call of a tool, read character by character: `{"name": "f", "arguments": {…}}`, in any pieces. Pure.
 
 It finds the members of the outermost object and nothing more: what stands inside the arguments is passed on as it is.
 """

@@ -1,4 +1,4 @@
-"""Tools in the prompt of a model whose chat template knows none: told, called and answered in text, as Hermes has it. Pure.
+"""Tools in the prompt of a model whose chat template knows none: all of it in text, as Hermes has it. Pure.
 
 The words are those of Qwen 2.5's template, which many models have seen.
 """

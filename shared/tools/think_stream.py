@@ -1,7 +1,7 @@
 """Text of an output to what was thought and what is said, as it comes. Pure.
 
-Thoughts stand between `<think>` and `</think>` at the beginning of an output, or behind a prompt that opened them. Space
-around thoughts belongs to nobody.
+Thoughts stand between `<think>` and `</think>` at the beginning of an output, or behind a prompt that opened them.
+Space around thoughts belongs to nobody.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ThinkStream:
     def _think(self, text: str) -> tuple[str, str]:
         if self._state == "opened":
             text = text.lstrip(_SPACE)
-            if text and not (END_THINK != text and END_THINK.startswith(text)):
+            if text and not (text != END_THINK and END_THINK.startswith(text)):
                 self._state = "thoughts"
         at = text.find(END_THINK)
         if at >= 0:

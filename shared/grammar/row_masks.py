@@ -1,0 +1,95 @@
+"""The masks of a step's rows: which tokens their grammars allow, worked out while the step computes.
+
+Places in grammars are kept by sequence, and can be lost: each is made anew from the output's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.contracts.errors import BatonError
+from shared.grammar.compiler import LazyCompiler
+from shared.grammar.constraint import Constraint, GrammarFault
+
+Bits = NDArray[np.uint32]
+
+KEEP_STEPS = 256
+"""Steps after which the place of a sequence that took no part is let go of."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedRow:
+    """A sequence that samples under a grammar.
+
+    Attributes:
+        index: of the sequence in its step.
+        outputs: the output up to each row that is drawn from, in order.
+    """
+
+    index: int
+    seq_id: str
+    grammar: str
+    outputs: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Per sequence of a step its rows' masks, [rows, words] uint32; or why it cannot go on."""
+
+    bits: dict[int, Bits]
+    faults: dict[int, str]
+
+
+NO_MASKS = StepMasks({}, {})
+
+
+class RowMasks:
+    """Masks for one engine. Steps come in order; one is worked out at a time.
+
+    Args:
+        vocab_size: of the logits.
+    """
+
+    def __init__(self, compiler: LazyCompiler, vocab_size: int) -> None:
+        self._compiler = compiler
+        self._words = -(-vocab_size // 32)
+        self._places: dict[str, tuple[Constraint, int]] = {}
+        self._step = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    def begin(self, rows: Sequence[ConstrainedRow]) -> Future[StepMasks]:
+        """Start on a step's masks, beside whatever the caller does next."""
+        return self._thread.submit(self.now, rows)
+
+    def now(self, rows: Sequence[ConstrainedRow]) -> StepMasks:
+        """The same on the caller's own thread."""
+        self._step += 1
+        masks = StepMasks({}, {})
+        for row in rows:
+            try:
+                masks.bits[row.index] = self._row(row)
+            except GrammarFault as exc:
+                masks.faults[row.index] = str(exc)
+            except BatonError as exc:
+                masks.faults[row.index] = f"the grammar does not compile here: {exc.message}"
+        self._forget()
+        return masks
+
+    def _row(self, row: ConstrainedRow) -> Bits:
+        place = self._places.get(row.seq_id, (None, 0))[0] or self._compiler.get().constraint(row.grammar)
+        self._places[row.seq_id] = (place, self._step)
+        bits = np.zeros((len(row.outputs), self._words), dtype=np.uint32)
+        for words, output in zip(bits, row.outputs, strict=True):
+            place.advance_to(output)
+            place.fill(words)
+        return bits
+
+    def _forget(self) -> None:
+        if self._step % KEEP_STEPS == 0:
+            oldest = self._step - KEEP_STEPS
+            self._places = {seq_id: held for seq_id, held in self._places.items() if held[1] > oldest}
