@@ -30,6 +30,8 @@ async def main(runtime: Runtime) -> None:
         ),
         max_body_bytes=settings.gateway.max_body_bytes,
         max_file_bytes=settings.batch.max_file_bytes,
+        keep_alive_s=settings.gateway.keep_alive_s,
+        keyed_linger_s=settings.gateway.keyed_linger_s,
         probe_key=runtime.secret_text(PROBE_KEY_VARIABLE),
     )
     allow_many_files()

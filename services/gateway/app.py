@@ -28,18 +28,19 @@ from services.gateway.body import read_body
 from services.gateway.console_files import ConsoleFiles
 from services.gateway.errors import http_body
 from services.gateway.files import Files
+from services.gateway.keep_alive import KeptAlive
+from services.gateway.keyed import Keyed, PlansOf
 from services.gateway.observe import Observer
 from services.gateway.opening import open_plans
 from services.gateway.service import GatewayService
 from shared.contracts.errors import BatonError, Cancelled
 from shared.contracts.messages import Identity
-from shared.ingress.answer import Answered
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.failed_span import end_failed
 from shared.ingress.openai_schema import CompletionRequest, GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.request_metrics import count_refused
-from shared.ingress.request_plan import make_plan
+from shared.ingress.request_plan import RequestPlan, make_plan
 from shared.ingress.served_models import ServedModel
 from shared.telemetry import attributes as a
 
@@ -67,6 +68,7 @@ class Door:
         self._service = service
         self._started = int(time.time())
         self.files = Files(service)
+        self.keyed = Keyed(service)
         self.batches = Batches(service)
         self.observer = Observer(service)
 
@@ -88,7 +90,7 @@ class Door:
         token = otel_context.attach(trace.set_span_in_context(span))
         echo = _echo(request)
         try:
-            session = await self._open(request, parse, span, arrived)
+            return await self._open(request, parse, span, arrived, echo)
         except ClientDisconnect:
             self._refuse(span, Cancelled("the client left", code="client_gone"))
             return error_response(Cancelled("the client left"), echo)
@@ -101,13 +103,12 @@ class Door:
             return internal_response(echo)
         finally:
             otel_context.detach(token)
-        return SessionResponse(session, {"x-request-id": session.request_id} | echo)
 
     def _refuse(self, span: Span, error: BatonError) -> None:
         count_refused(self._service.ingress.metrics, error)
         end_failed(span, error)
 
-    async def _open(self, request: Request, parse: Parse, span: Span, arrived: float) -> Answered:
+    async def _open(self, request: Request, parse: Parse, span: Span, arrived: float, echo: dict[str, str]) -> Response:
         service = self._service
         service.ingress.require_open()
         hashed = key_hash(request.headers)
@@ -120,29 +121,33 @@ class Door:
         parsed = await service.models.parse(parse, body)
         model = service.models.get(parsed.model, identity.models)
         span.set_attribute(a.MODEL, model.name)
-        return await self._submit(parsed, model, identity, hashed, span, arrived)
+        plans_of = await self._plans(parsed, model, identity, span)
+        key = await self.keyed.key_of(request, identity.tenant, hashed, body)
+        response: Response
+        if key is not None:
+            response = await self.keyed.generate(key, plans_of, span=span, arrived=arrived, headers=echo)
+        else:
+            plans = plans_of(secrets.randbits(64))
+            answered = await open_plans(service, plans, hashed, span=span, arrived=arrived)
+            response = SessionResponse(answered, {"x-request-id": answered.request_id} | echo)
+        return KeptAlive(response, config.keep_alive_s, echo) if parsed.stream and config.keep_alive_s else response
 
-    async def _submit(
-        self,
-        parsed: GenerationRequest,
-        model: ServedModel,
-        identity: Identity,
-        hashed: bytes,
-        span: Span,
-        arrived: float,
-    ) -> Answered:
-        service = self._service
-        with service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
+    async def _plans(self, parsed: GenerationRequest, model: ServedModel, identity: Identity, span: Span) -> PlansOf:
+        """Tokenized; what is wrong with the parameters the plans tell when they are made."""
+        with self._service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
             prompts = await model.codec.encode(parsed)
             tokenize.set_attribute(a.PROMPT_TOKENS, sum(map(len, prompts)))
-        seed = secrets.randbits(64)
-        plans = [
-            make_plan(parsed, prompt, model, identity=identity, seed=seed, number=number)
-            for number, prompt in enumerate(prompts)
-        ]
-        span.set_attribute(a.STREAM, plans[0].stream)
-        span.set_attribute(a.MAX_TOKENS, plans[0].sampling.max_tokens)
-        return await open_plans(service, plans, hashed, span=span, arrived=arrived)
+
+        def plans_of(seed: int) -> list[RequestPlan]:
+            plans = [
+                make_plan(parsed, prompt, model, identity=identity, seed=seed, number=number)
+                for number, prompt in enumerate(prompts)
+            ]
+            span.set_attribute(a.STREAM, plans[0].stream)
+            span.set_attribute(a.MAX_TOKENS, plans[0].sampling.max_tokens)
+            return plans
+
+        return plans_of
 
     async def probe(self) -> bool:
         """Send one token of each model through all services with the gateway's own key. True when all came."""
@@ -157,7 +162,9 @@ class Door:
         try:
             hashed = key_hash({"authorization": f"Bearer {config.probe_key}"})
             identity = await self._service.authenticate(hashed)
-            session = await self._submit(CompletionRequest.model_validate(body), model, identity, hashed, span, arrived)
+            plans_of = await self._plans(CompletionRequest.model_validate(body), model, identity, span)
+            plans = plans_of(secrets.randbits(64))
+            session = await open_plans(self._service, plans, hashed, span=span, arrived=arrived)
         except BatonError as error:
             end_failed(span, error)
             log.info("not ready: %s", error.message)

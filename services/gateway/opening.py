@@ -38,9 +38,7 @@ async def open_plans(
     for number, plan in enumerate(plans):
         own = service.telemetry.tracer.start_span("gateway.request", context=context)
         try:
-            session = await service.open(
-                plan, key_hash, span=own, arrived=arrived, news=news, origin=origin(number)
-            )
+            session = await service.open(plan, key_hash, span=own, arrived=arrived, news=news, origin=origin(number))
             sessions.append(session)
         except BaseException as exc:
             end_failed(own, as_baton_error(exc))

@@ -17,3 +17,7 @@ class GatewayConfig:
     max_file_bytes: int = 200 * 1024 * 1024
     probe_key: str = ""
     """API key of the gateway's own one-token request; empty: readiness does not wait for a token."""
+    keep_alive_s: float = 15.0
+    """A stream silent for so long gets a comment; 0: none."""
+    keyed_linger_s: float = 60.0
+    """A request with an Idempotency-Key goes on for so long without a client."""

@@ -23,9 +23,12 @@ class _Seen:
 
 
 class IngressWatch:
-    """Every ingress that was heard of."""
+    """Every ingress that was heard of. Times in seconds, as above."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet_s: float = QUIET_S, lease_s: float = LEASE_S, gone_s: float = GONE_S) -> None:
+        self._quiet_s = quiet_s
+        self._lease_s = lease_s
+        self._gone_s = gone_s
         self._seen: dict[IngressId, _Seen] = {}
 
     def heard(self, ingress: IngressId, now: float) -> None:
@@ -44,18 +47,17 @@ class IngressWatch:
 
     def quiet(self, now: float) -> list[IngressId]:
         """Those to be asked: silent, and not lost yet."""
-        return [name for name, seen in self._seen.items() if now - seen.heard > QUIET_S and not _lost(seen, now)]
+        silent = (name for name, seen in self._seen.items() if now - seen.heard > self._quiet_s)
+        return [name for name in silent if not self.lost(name, now)]
 
     def lost(self, ingress: IngressId, now: float) -> bool:
         """True if it is gone. One never heard of is not."""
         seen = self._seen.get(ingress)
-        return seen is not None and _lost(seen, now)
+        if seen is None:
+            return False
+        return now - seen.heard > self._lease_s or (seen.gone >= 0 and now - seen.gone >= self._gone_s)
 
     def all_lost(self, now: float) -> set[IngressId]:
         """Those that are gone; one that was lost for an hour is forgotten."""
         self._seen = {name: seen for name, seen in self._seen.items() if now - seen.heard < FORGET_S}
-        return {name for name, seen in self._seen.items() if _lost(seen, now)}
-
-
-def _lost(seen: _Seen, now: float) -> bool:
-    return now - seen.heard > LEASE_S or (seen.gone >= 0 and now - seen.gone >= GONE_S)
+        return {name for name in self._seen if self.lost(name, now)}

@@ -121,7 +121,24 @@ class StreamCommit:
         """Output tokens over all choices."""
         return sum(len(choice.committed) for choice in self._choices)
 
+    @property
+    def num_choices(self) -> int:
+        """Outputs wanted."""
+        return len(self._choices)
+
     # ------------------------------------------------------------------------------------------ scheduler
+
+    def restore(self, token_ids: Sequence[int]) -> list[Effect]:
+        """Output tokens of a single choice that an earlier ingress committed. Call before `start`.
+
+        Raises Internal when they complete a stop string: that ingress should have ended there.
+        """
+        assert len(self._choices) == 1
+        committed = self._choices[0].committed
+        if self._find_stop is not None and self._find_stop(0, 0, token_ids) is not None:
+            raise Internal("tokens of an earlier run go on behind its end")
+        committed += token_ids
+        return [Commit(0, 0, list(token_ids))]
 
     def start(self, now: float) -> list[Effect]:
         """The first submit. Call once."""

@@ -1,0 +1,95 @@
+"""Comments in a stream that is silent: in the queue, in prefill, and while another gateway answers.
+
+Proxies and clients give a connection up that says nothing. Until the first comment a stream that fails has a status of
+its own; after it, the failure is the stream's last frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.answers import SSE_HEADERS
+
+COMMENT = b": keep-alive\n\n"
+DATA, FRAME_END = b"data: ", b"\n\n"
+
+
+class KeptAlive(Response):
+    """A stream's answer, with a comment wherever it says nothing for `period_s`.
+
+    Args:
+        answer: sends a stream, or an error as one JSON body.
+        headers: of the answer, if a comment is the first of it.
+    """
+
+    def __init__(self, answer: ASGIApp, period_s: float, headers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._answer = answer
+        self._period_s = period_s
+        self._extra = dict(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = _Stream(send, {**SSE_HEADERS, **self._extra})
+        talking = asyncio.create_task(stream.keep_alive(self._period_s))
+        try:
+            await self._answer(scope, receive, stream.send)
+        finally:
+            talking.cancel()
+
+
+class _Stream:
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
+        self._said = time.monotonic()
+        self._begun = False  # by a comment or by the answer
+        self._head: Message | None = None  # the answer's, which came behind a comment
+        self._body = b""
+        self._busy = False
+        self._over = False
+
+    async def keep_alive(self, period_s: float) -> None:
+        while not self._over:
+            await asyncio.sleep(max(0.0, self._said + period_s - time.monotonic()))
+            if time.monotonic() - self._said < period_s or self._over:
+                continue
+            self._said = time.monotonic()
+            if not self._busy:  # else the client does not read
+                await self._comment()
+
+    async def send(self, message: Message) -> None:
+        self._busy = True
+        try:
+            await self._forward(message)
+        finally:
+            self._said = time.monotonic()
+            self._busy = False
+
+    async def _comment(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._head = {}
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+    async def _forward(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if self._head is None:
+                self._begun = True
+                await self._send(message)
+            else:
+                self._head = message
+            return
+        self._over = not message.get("more_body", False)
+        if self._head is None or self._head["status"] == 200:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")  # an error: its last frame
+        if self._over:
+            frame = DATA + self._body + FRAME_END
+            await self._send({"type": "http.response.body", "body": frame, "more_body": False})

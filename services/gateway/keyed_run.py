@@ -1,0 +1,237 @@
+"""A request under an Idempotency-Key while this gateway runs it: its answer goes into a log, which clients read and
+policy keeps. The record is complete before any client has the end, and before the request is settled."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from services.gateway.chunks import error_frame
+from services.gateway.event_log import FRAME_END, EventLog, make_parts
+from services.gateway.service import Origin
+from shared.contracts import idempotency_messages as i
+from shared.contracts.errors import BatonError, Conflict, Internal
+from shared.contracts.ids import Epoch, IngressId, RequestId, TenantId
+from shared.contracts.messages import Settle
+from shared.contracts.tokens import pack_tokens, unpack_tokens
+from shared.ingress.answer import Answered
+from shared.ingress.session import Session, SessionHooks
+
+log = logging.getLogger("baton.gateway")
+
+EPOCHS_A_RUN = 1024
+"""A run loses far fewer workers; so its epochs lie above those of every run before it."""
+KEEP_S = 0.5
+"""The record is brought up to date so often."""
+LATE_PAUSE_S, LATE_TRIES = 2.0, 60
+"""A record that could not be completed is tried again behind the client's back."""
+MAX_LOG_BYTES = 8 * 1024 * 1024
+"""A longer answer is not kept; a retry runs it again."""
+
+Write = Callable[[i.IdempotencyWrite], Awaitable[i.IdempotencyWritten]]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a keyed request is answered with; `session` where tokens are made."""
+
+    response: ASGIApp
+    session: Answered | None = None
+
+
+class KeyedRun:
+    """One run of a record.
+
+    Args:
+        write: brings news to policy. Raises Unavailable.
+    """
+
+    def __init__(self, write: Write, tenant: TenantId, ingress: IngressId, state: i.IdempotencyState) -> None:
+        self.log = EventLog(state.run)
+        self.state = state
+        self._write = write
+        self._tenant = tenant
+        self._ingress = ingress
+        self._begun: Begun | None = None
+        self._pending: list[bytes] = []  # parts that policy has not confirmed, always the same ones
+        self._written = 0
+        self._events = 0
+        self._size = 0
+        self._body = b""
+        self._fenced = False
+        self._closed = asyncio.Event()
+        self._putting = asyncio.Lock()
+        self._late: asyncio.Task[None] | None = None
+
+    def origin(self, number: int) -> Origin:
+        """What the session of the request's prompt `number` begins with."""
+        state = self.state
+        request_id = state.request_id
+        if number:
+            digest = hashlib.blake2b(f"{request_id}/{number}".encode(), digest_size=16)
+            request_id = RequestId(f"req-{digest.hexdigest()}")
+        hooks = SessionHooks(self._before_settle, lambda died: None)
+        epoch = Epoch((state.run - 1) * EPOCHS_A_RUN + 1)
+        return Origin(request_id, epoch, hooks, () if number else tuple(unpack_tokens(state.committed)))
+
+    def cancel(self) -> None:
+        """No client waits for it any more."""
+        if self._begun is not None and self._begun.session is not None:
+            self._begun.session.cancel("client_gone")
+
+    async def release(self) -> None:
+        """It could not begin: whoever comes next may try."""
+        try:
+            with suppress(BatonError):  # else it is ours until we are gone, or ask for it again
+                await self._put(i.OPEN)
+        finally:
+            self._closed.set()
+
+    async def kept(self) -> None:
+        """Returns when the record is complete, or will never be."""
+        if self._late is not None:
+            await self._late
+
+    async def work(self, begun: Begun) -> None:
+        """Returns when the answer is complete and kept, or has failed."""
+        self._begun = begun
+        keeping = asyncio.create_task(self._keep())
+        try:
+            await begun.response({"type": "http"}, _for_ever, self._send)
+            if not self.log.complete:
+                raise Internal("an answer has no end")
+        except BaseException:
+            self.cancel()
+            self.log.extend([], last=True)
+            raise
+        finally:
+            keeping.cancel()
+            self._closed.set()
+
+    # ------------------------------------------------------------------------------------------ the answer
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            self.log.begin(message["status"], stream=kind.startswith(b"text/event-stream"))
+            return
+        self._body += message.get("body", b"")
+        last = not message.get("more_body", False)
+        events = self._events_of(last)
+        if not last:
+            self.log.extend(events)
+            return
+        if not await self._close(events):
+            taken = Conflict("the request was taken over by another gateway", code="superseded")
+            events = [error_frame(taken).removesuffix(FRAME_END)] if self.log.stream else events
+        if not self.log.complete:
+            self.log.extend(events, last=True)
+
+    def _events_of(self, last: bool) -> list[bytes]:
+        if not self.log.stream:
+            whole = [self._body] if last else []
+        else:
+            *whole, self._body = self._body.split(FRAME_END)
+        self._size += sum(map(len, whole))
+        return whole
+
+    # ------------------------------------------------------------------------------------------ the record
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_S)
+            if self.log.status != 200 or self._size > MAX_LOG_BYTES or self.log.complete:
+                continue
+            if self._events < len(self.log.events):
+                self._pending += make_parts(self.log, self._events)
+                self._events = len(self.log.events)
+            try:
+                held = await self._put(i.RUNNING)
+            except BatonError as exc:
+                log.warning("request %s is not kept: %s", self.state.request_id, exc.message)
+                continue
+            if not held and self._begun is not None and self._begun.session is not None:
+                self._begun.session.cancel("superseded")
+
+    async def _close(self, events: list[bytes]) -> bool:
+        """Complete the record with the last events. False: it is another run's now."""
+        session = self._begun.session if self._begun is not None else None
+        well = self.log.status == 200 and self._size <= MAX_LOG_BYTES
+        well = well and (session is None or (session.end is not None and session.end.error is None))
+        if well:
+            self._pending += make_parts(self.log, self._events, events, last=True)
+        state = i.DONE if well else i.OPEN
+        try:
+            held = await self._put(state)
+        except BatonError as exc:
+            log.warning("request %s is answered and not kept yet: %s", self.state.request_id, exc.message)
+            self._late = asyncio.create_task(self._close_late(state))
+            held = True
+        self._closed.set()
+        return held
+
+    async def _close_late(self, state: str) -> None:
+        for _ in range(LATE_TRIES):
+            await asyncio.sleep(LATE_PAUSE_S)
+            with suppress(BatonError):
+                await self._put(state)
+                return
+
+    async def _put(self, state: str) -> bool:
+        async with self._putting:
+            return not self._fenced and await self._put_now(state)
+
+    async def _put_now(self, state: str) -> bool:
+        session = self._begun.session if self._begun is not None else None
+        pending = list(self._pending)
+        counts: dict[str, Any] = {}
+        if session is not None:
+            usage = session.usage()
+            counts = {
+                "committed": _resumable(session),
+                "epoch": session.stream.attempt.epoch if isinstance(session, Session) else 0,
+                "prompt_tokens": usage.prompt_tokens if usage.completion_tokens else 0,
+                "completion_tokens": usage.completion_tokens,
+            }
+        write = i.IdempotencyWrite(
+            tenant=self._tenant,
+            request_id=self.state.request_id,
+            ingress_id=self._ingress,
+            run=self.state.run,
+            state=state,
+            first_part=self._written,
+            parts=tuple(pending),
+            **counts,
+        )
+        self._fenced = not (await self._write(write)).held
+        self._written += len(pending)
+        del self._pending[: len(pending)]
+        return not self._fenced
+
+    async def _before_settle(self, session: Session, settle: Settle) -> Settle:
+        await self._closed.wait()
+        if self._fenced:
+            raise Conflict("another gateway has the request, and settles it", code="superseded")
+        return settle
+
+
+def _resumable(session: Answered) -> bytes:
+    """The tokens another run may begin with: all but the last, so that its worker has its say about the end.
+
+    Empty where tokens alone do not tell the answer: of several choices or prompts, or with log-probabilities.
+    """
+    if not isinstance(session, Session) or session.num_choices > 1 or session.plan.sampling.logprobs >= 0:
+        return b""
+    return pack_tokens(session.stream.committed()[:-1])
+
+
+async def _for_ever() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError

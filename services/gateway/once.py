@@ -1,0 +1,240 @@
+"""Keyed requests at this gateway: run here, or followed where another gateway runs them.
+
+There is one entry for each key in use. Its task asks policy whose the record is; when it is ours the request is run
+here, else the record is read until it is complete, or ours because its owner died. Clients read the entry's log, as
+many as there are; without any for `linger_s` it is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from services.gateway.event_log import EventLog, Place, parse_place
+from services.gateway.keyed_run import Begun, KeyedRun, Write
+from shared.contracts import idempotency_messages as i
+from shared.contracts.errors import BatonError, Internal, InvalidInput, OtherBody, Unavailable
+from shared.contracts.ids import IngressId, TenantId
+
+log = logging.getLogger("baton.gateway")
+
+MAX_KEY_CHARS = 255
+POLL_S = 0.3
+"""A request that another gateway runs is looked at so often."""
+
+Ask = Callable[[i.IdempotencyClaim], Awaitable[i.IdempotencyState]]
+Begin = Callable[[KeyedRun], Awaitable[Begun]]
+"""Starts the request of a run. Raises what keeps it from running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A client's key as the gateway knows it. `place`: of a client that resumes a stream."""
+
+    tenant: TenantId
+    key_hash: bytes
+    name: bytes
+    body: bytes
+    place: Place | None = None
+
+
+def idempotency_key(headers: Mapping[str, str]) -> str:
+    """The `Idempotency-Key` header; empty when there is none. Raises InvalidInput naming the header."""
+    key = headers.get("idempotency-key")
+    if key is None:
+        if "last-event-id" in headers:
+            raise InvalidInput("only a stream with an Idempotency-Key can be resumed", param="Last-Event-ID")
+        return ""
+    if not 0 < len(key) <= MAX_KEY_CHARS or not key.isascii() or not key.isprintable():
+        message = f"an Idempotency-Key has 1 to {MAX_KEY_CHARS} printable ASCII characters"
+        raise InvalidInput(message, param="Idempotency-Key")
+    return key
+
+
+def make_key(tenant: TenantId, key_hash: bytes, route: str, headers: Mapping[str, str], body: bytes) -> Key:
+    """What `headers` and `body` of a request to `route` stand for; it has a key. Raises InvalidInput."""
+    key = idempotency_key(headers)
+    last = headers.get("last-event-id", "")
+    digest = hashlib.sha256
+    name = digest(f"{route}\n{key}".encode()).digest()
+    return Key(tenant, key_hash, name, digest(_canonical(body)).digest(), parse_place(last) if last else None)
+
+
+def _canonical(body: bytes) -> bytes:
+    """The same bytes for what is the same JSON, however a client writes it."""
+    with suppress(msgspec.DecodeError, RecursionError):
+        return msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
+    return body
+
+
+class Entry:
+    """One key in use here.
+
+    Attributes:
+        log: of the run that is read now; another run's when the request was taken over.
+        error: why it ended without an answer.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.state: i.IdempotencyState | None = None
+        self.log = EventLog(0)
+        self.error: BatonError | None = None
+        self.parts_read = 0
+        """Of the log's run, where another gateway runs it."""
+        self.readers = 0
+        self.left = asyncio.Event()
+        """Nobody reads."""
+        self.ready = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    def switch(self, to: EventLog) -> None:
+        """Readers go on in another log."""
+        self.parts_read = 0
+        old, self.log = self.log, to
+        old.extend([])  # wakes them
+
+    def fail(self, error: BatonError) -> None:
+        """It ends here."""
+        self.error = error
+        self.ready.set()
+        self.log.extend([], last=True)
+
+    def attach(self) -> None:
+        """A client reads."""
+        self.readers += 1
+        self.left.clear()
+
+    def detach(self) -> None:
+        """It left."""
+        self.readers -= 1
+        if not self.readers:
+            self.left.set()
+
+
+class Once:
+    """All of them.
+
+    Args:
+        ask, write: of policy. Both raise Unavailable.
+        linger_s: how long an entry goes on that nobody reads, and how long its log is kept.
+    """
+
+    def __init__(self, ask: Ask, write: Write, ingress: IngressId, linger_s: float) -> None:
+        self._ask = ask
+        self._write = write
+        self._ingress = ingress
+        self._linger_s = linger_s
+        self._entries: dict[tuple[TenantId, bytes], Entry] = {}
+
+    @property
+    def entries(self) -> int:
+        """Keys in use here."""
+        return len(self._entries)
+
+    async def enter(self, key: Key, begin: Begin) -> Entry:
+        """The entry of a key, read already by the caller, who must `detach` from it; its answer may be yet to come.
+
+        Raises OtherBody, NotFound for a stream that cannot be resumed, Unavailable, and what `begin` raises.
+        """
+        name = (key.tenant, key.name)
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = Entry(key.body)
+            entry.task = asyncio.create_task(self._work(name, entry, key, begin))
+        elif entry.body != key.body:
+            raise OtherBody("this Idempotency-Key stands for another request", param="Idempotency-Key")
+        entry.attach()
+        try:
+            await entry.ready.wait()
+            if entry.error is not None:
+                raise entry.error
+        except BaseException:
+            entry.detach()
+            raise
+        return entry
+
+    # ------------------------------------------------------------------------------------------ an entry's task
+
+    async def _work(self, name: tuple[TenantId, bytes], entry: Entry, key: Key, begin: Begin) -> None:
+        try:
+            await self._drive(entry, key, begin)
+        except BatonError as error:
+            entry.fail(error)
+        except Exception:
+            log.exception("a keyed request failed")
+            entry.fail(Internal("internal error"))
+        finally:
+            del self._entries[name]
+
+    async def _drive(self, entry: Entry, key: Key, begin: Begin) -> None:
+        leaving = asyncio.create_task(self._unread(entry))
+        try:
+            state = await self._ask(self._question(key))
+            while state.outcome != i.YOURS:
+                if self._read(entry, state) or leaving.done():
+                    return
+                if not state.more:
+                    await asyncio.sleep(POLL_S)
+                state = await self._look(key, entry, state)
+            run = KeyedRun(self._write, key.tenant, self._ingress, state)
+            await self._run(entry, run, begin, leaving)
+        finally:
+            leaving.cancel()
+
+    async def _run(self, entry: Entry, run: KeyedRun, begin: Begin, leaving: asyncio.Task[None]) -> None:
+        try:
+            begun = await begin(run)
+        except BaseException:
+            await run.release()
+            raise
+        entry.state = run.state
+        entry.switch(run.log)
+        entry.ready.set()
+        leaving.add_done_callback(lambda task: None if task.cancelled() else run.cancel())
+        await run.work(begun)
+        await run.kept()
+
+    def _read(self, entry: Entry, state: i.IdempotencyState) -> bool:
+        """Take in what another gateway wrote. True once the answer is complete."""
+        entry.state = state
+        if state.run != entry.log.run:
+            entry.switch(EventLog(state.run))
+        for part in state.parts:
+            entry.log.feed(part)
+            entry.parts_read += 1
+        entry.ready.set()
+        return entry.log.complete
+
+    async def _look(self, key: Key, entry: Entry, known: i.IdempotencyState) -> i.IdempotencyState:
+        try:
+            return await self._ask(self._question(key, known.run, entry.parts_read))
+        except Unavailable:  # policy comes back
+            return msgspec.structs.replace(known, outcome=i.RUNNING, parts=(), more=False)
+
+    def _question(self, key: Key, known_run: int = 0, known_parts: int = 0) -> i.IdempotencyClaim:
+        return i.IdempotencyClaim(
+            key_hash=key.key_hash,
+            name=key.name,
+            body=key.body,
+            ingress_id=self._ingress,
+            seed=secrets.randbits(64),
+            resume=key.place is not None,
+            known_run=known_run,
+            known_parts=known_parts,
+        )
+
+    async def _unread(self, entry: Entry) -> None:
+        """Returns when nobody has read for `linger_s`."""
+        while True:
+            await entry.left.wait()
+            await asyncio.sleep(self._linger_s)
+            if entry.left.is_set():
+                return
