@@ -25,6 +25,7 @@ from shared.contracts.errors import (
     Cancelled,
     Conflict,
     Internal,
+    InvalidInput,
     Overloaded,
     ProtocolError,
     Unavailable,
@@ -122,6 +123,9 @@ class DecodeWorker:
         try:
             grant = self._verify(message.grant)
             reserving.require_sane(message, grant, self.shell.core.facts.max_positions)
+            # before anything is held: whoever cancels meanwhile must find all of it or nothing
+            for grammar in {choice.grammar for choice in message.sampling if choice.grammar}:
+                await asyncio.to_thread(self.shell.core.require_grammar, grammar)
         except BatonError as exc:
             return m.Refusal(error=to_wire(exc), never=True)
         known = self.book.held.get(message.attempt.request_id)
@@ -181,7 +185,7 @@ class DecodeWorker:
             # Whatever it is: others may wait for this answer, and nobody may find the request held.
             self.book.forget(held)
             self.book.table.withdraw(message.attempt)
-            never = isinstance(exc, NeverFits)
+            never = isinstance(exc, NeverFits | InvalidInput)
             answer = _refused(_as_refusal(exc), never=never)
             held.answer.set_result(answer)
             held.span.end()

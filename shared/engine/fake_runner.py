@@ -5,10 +5,21 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from shared.contracts.logprobs import TokenLogprob
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.engine.step_time import DEFAULT_MODEL, StepTimeModel, context_of
+
+
+class ConstrainedDraws(Protocol):
+    """What draws for sequences with a grammar."""
+
+    def replace(
+        self, plan: StepPlan, sampled: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
+        """`sampled` with theirs in it, and the indices of those that cannot go on."""
+        ...
 
 
 def made_up_token(seed: int, position: int, vocabulary: range) -> int:
@@ -24,6 +35,7 @@ class FakeRunner:
         vocabulary: the token ids to draw from; leave out what ends a sequence.
         step_time: how long a step takes.
         sleep: replaced in tests and simulations.
+        constrained: draws for sequences with a grammar.
     """
 
     def __init__(
@@ -31,7 +43,9 @@ class FakeRunner:
         vocabulary: range = range(1000, 9000),
         step_time: StepTimeModel = DEFAULT_MODEL,
         sleep: Callable[[float], None] = time.sleep,
+        constrained: ConstrainedDraws | None = None,
     ) -> None:
+        self._constrained = constrained
         self._vocabulary = vocabulary
         self._step_time = step_time
         self._sleep = sleep
@@ -41,11 +55,14 @@ class FakeRunner:
         duration_s = self._step_time.predict(plan.num_tokens, len(plan.sequences), context_of(plan))
         self._sleep(duration_s)
         sampled = tuple(self._sample(row) for row in plan.sequences)
+        bad: frozenset[int] = frozenset()
+        if self._constrained is not None:
+            sampled, bad = self._constrained.replace(plan, sampled)
         logprobs = {
             i: tuple(_made_up_logprob(token, top) for token, top in _wanted(row, tokens))
             for i, (row, tokens) in enumerate(zip(plan.sequences, sampled, strict=True))
         }
-        return StepOutput(plan.step, sampled, duration_s=duration_s, logprobs=logprobs)
+        return StepOutput(plan.step, sampled, bad, duration_s=duration_s, logprobs=logprobs)
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
         """There is nothing to overwrite."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from shared.contracts.errors import Internal, SettingsError
+from shared.contracts.errors import Internal, InvalidInput, SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import StepModel
 from shared.contracts.sampling import SamplingParams
@@ -31,6 +31,7 @@ from shared.engine.engine import Engine, Runner
 from shared.engine.model_steps import ModelSteps
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fastest, fit_all
+from shared.grammar.compiler import LazyCompiler
 from shared.kv.layout import PoolLayout
 from shared.kv.transfer import SharedMemoryTransport, Transport
 
@@ -120,6 +121,7 @@ class WorkerEngine:
     runner: Runner
     share: CoreShare | None = None  # of the cores, closed with the engine
     kernel_cpu_s: Callable[[], float] | None = None  # processor seconds spent in native kernels so far
+    grammars: LazyCompiler | None = None  # None: it samples under no grammar
     on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
@@ -157,6 +159,17 @@ class WorkerEngine:
         """The step-time model as beats carry it."""
         m = self._fit.model
         return StepModel(base_s=m.base_s, token_s=m.token_s, sequence_s=m.sequence_s, context_s=m.context_s)
+
+    def require_grammar(self, grammar: str) -> None:
+        """Compile a grammar before its first step. May block for as long as that takes.
+
+        Raises:
+            InvalidInput: it is not supported, here or at all (param `response_format`).
+        """
+        if self.grammars is None:
+            message = "response_format: workers on a GPU do not constrain an output"
+            raise InvalidInput(message, param="response_format")
+        self.grammars.get().require(grammar)
 
     def open_transport(self) -> Transport:
         """How this worker reads peers' blocks into its own pool."""
@@ -340,6 +353,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     from shared.engine.numerics import numerics_id
     from shared.engine.self_check import run_self_check
     from shared.engine.worker_quality import told_quality
+    from shared.grammar.row_masks import RowMasks
     from shared.kv.layout import fingerprint
     from shared.kv.pool import create_pool, sweep
     from shared.model.config import layer_groups
@@ -386,12 +400,14 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     )
     pool = create_pool(options.kv_dir, worker, layout)
     try:
-        run = ModelRunner(model, pool).run
+        grammars = LazyCompiler(options.model_dir, facts.eos_token_ids)
+        run = ModelRunner(model, pool, masks=RowMasks(grammars, model.config.vocab_size)).run
         native = model if isinstance(model, NativeDecoder) else None
         use_threads = native.use_threads if native else None
         share = open_share(options.kv_dir / "cores", worker, options.cores) if options.cores else None
         steps = ModelSteps(run, pool.zero_blocks, share, use_threads)
-        return WorkerEngine(options, facts, pool, steps, share, native.kernel_cpu_s if native else None)
+        kernel_cpu_s = native.kernel_cpu_s if native else None
+        return WorkerEngine(options, facts, pool, steps, share, kernel_cpu_s, grammars)
     except BaseException:
         pool.close()
         raise

@@ -12,12 +12,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
+from shared.engine.fake_constrained import FakeConstrained
 from shared.engine.fake_runner import FakeRunner
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions, fake_step_time
+from shared.grammar.compiler import LazyCompiler
 from shared.kv.layout import LayerGroup, PoolLayout, fingerprint
 from shared.kv.pool_file import SUFFIX, make_locked
+from shared.model.config import load_config
 
 NUMERICS = "fake"
 MAX_POSITIONS = 8192
@@ -86,10 +90,19 @@ def open_fake(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         fingerprint=fingerprint(groups, digest, NUMERICS),
         numerics=NUMERICS,
         model_digest=digest,
-        eos_token_ids=frozenset(),
+        eos_token_ids=frozenset(_ends(options.model_dir)),
         max_positions=MAX_POSITIONS,
         fake=True,
     )
     pool = FakePool(options.kv_dir, worker, layout)
-    runner = FakeRunner(step_time=fake_step_time(options.fake_speed))
-    return WorkerEngine(options, facts, pool, FakeKvRunner(runner, pool))
+    grammars = LazyCompiler(options.model_dir, facts.eos_token_ids)
+    runner = FakeRunner(step_time=fake_step_time(options.fake_speed), constrained=FakeConstrained(grammars))
+    return WorkerEngine(options, facts, pool, FakeKvRunner(runner, pool), grammars=grammars)
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    """What ends an output under a grammar; nothing where there is no model's folder, which fakes can do without."""
+    try:
+        return load_config(folder).eos_token_ids
+    except SettingsError:
+        return ()

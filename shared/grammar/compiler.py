@@ -63,6 +63,10 @@ class GrammarCompiler:
         with self._lock:
             return Constraint(found.deep_copy(), self.eos_ids)
 
+    def ids_of(self, texts: Iterable[bytes]) -> list[int]:
+        """Ids of the tokens that stand for these bytes, where there are any."""
+        return [i for text in texts for i in self._tokenizer.tokenize_bytes(text)[:1]]
+
     def _compiled(self, grammar: str) -> llguidance.LLMatcher | str:
         """The matcher of a grammar, or why there is none."""
         key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()

@@ -85,7 +85,7 @@ class Constraint:
             # kept from the matcher, whose way back over it leads one token too far (1.9.1)
             if not self.may_end:
                 raise GrammarFault("it ends before its grammar does")
-        elif self._matcher.validate_tokens([token]) != 1 or not self._matcher.consume_token(token):
+        elif token < 0 or self._matcher.validate_tokens([token]) != 1 or not self._matcher.consume_token(token):
             raise GrammarFault("a token breaks its grammar")
 
     def _roll_back(self, length: int) -> None:

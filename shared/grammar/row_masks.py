@@ -39,7 +39,7 @@ class ConstrainedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """Per sequence of a step its rows' masks, [rows, words] uint32; or why it cannot go on."""
+    """Per sequence its rows' masks, [rows, words] uint32 with words to spare, or why it cannot go on."""
 
     bits: dict[int, Bits]
     faults: dict[int, str]
@@ -57,7 +57,7 @@ class RowMasks:
 
     def __init__(self, compiler: LazyCompiler, vocab_size: int) -> None:
         self._compiler = compiler
-        self._words = -(-vocab_size // 32)
+        self._vocab_size = vocab_size
         self._places: dict[str, tuple[Constraint, int]] = {}
         self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -81,12 +81,14 @@ class RowMasks:
         return masks
 
     def _row(self, row: ConstrainedRow) -> Bits:
-        place = self._places.get(row.seq_id, (None, 0))[0] or self._compiler.get().constraint(row.grammar)
+        compiler = self._compiler.get()
+        place = self._places.get(row.seq_id, (None, 0))[0] or compiler.constraint(row.grammar)
         self._places[row.seq_id] = (place, self._step)
-        bits = np.zeros((len(row.outputs), self._words), dtype=np.uint32)
-        for words, output in zip(bits, row.outputs, strict=True):
+        words = -(-max(self._vocab_size, compiler.vocab_size) // 32)
+        bits = np.zeros((len(row.outputs), words), dtype=np.uint32)
+        for own, output in zip(bits, row.outputs, strict=True):
             place.advance_to(output)
-            place.fill(words)
+            place.fill(own)
         return bits
 
     def _forget(self) -> None:
