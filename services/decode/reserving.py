@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.decode.held import Held
-from shared.contracts.errors import ContextExceeded, Forbidden, ProtocolError
+from shared.contracts.errors import ContextExceeded, Forbidden, InvalidInput, ProtocolError
 from shared.contracts.grants import Grant
 from shared.contracts.messages import Reserve, Reserved
 from shared.engine.batcher import Batcher, Reservation
@@ -77,7 +77,15 @@ def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
 
 
 def accept(batcher: Batcher, specs: Sequence[SequenceSpec]) -> Accepted:
-    """On the planner thread: all choices or none. Raises ReservationRefused."""
+    """On the planner thread: all choices or none.
+
+    Raises:
+        ReservationRefused: there is no room, or never will be.
+        InvalidInput: more choices than run at once (param `n`).
+    """
+    most = batcher.config.max_num_seqs
+    if len(specs) > most:
+        raise InvalidInput(f"n: this model's workers run at most {most} choices at once", param="n")
     batcher.require_possible(specs)
     accepted: list[Reservation] = []
     try:
