@@ -26,7 +26,7 @@ from tests.pipeline.gateway_support import (
 
 async def test_op11_max_tokens_edges() -> None:
     async with gateway_stack(Backend(MemoryBroker(), text=lambda prompt: "y" * 2000)) as stack:
-        await refused(stack, "completions", completion(max_tokens=0, echo=True, logprobs=1), "echo")
+        await refused(stack, "completions", completion(max_tokens=0, echo=True, logprobs=1), "max_tokens")
         for value in (0, -1, "5", 2**40):
             await refused(stack, "completions", completion(max_tokens=value), "max_tokens")
         one = (await send(stack, "completions", completion(max_tokens=1))).json()
@@ -58,7 +58,7 @@ async def test_op12_border_parameters() -> None:
 
 async def test_op14_a_parameter_works_or_is_refused_by_name() -> None:
     async with gateway_stack() as stack:
-        for name, value in (("n", 2), ("best_of", 3), ("echo", True), ("suffix", "x"), ("logprobs", True)):
+        for name, value in (("best_of", 3), ("echo", "true"), ("suffix", "x"), ("logprobs", True)):
             await refused(stack, "completions", completion(**{name: value}), name)
         for name, value in (("logprobs", 5), ("top_logprobs", 3), ("unheard_of", 1)):
             await refused(stack, "chat/completions", chat(**{name: value}), name)
@@ -86,7 +86,7 @@ async def test_op16_prompt_as_token_ids() -> None:
         assert fine.status_code == 200
         assert fine.json()["usage"]["prompt_tokens"] == 3
         size = TOKENIZER.vocab_size
-        for prompt in ([size], [-1], [9223372036854775808], [1.5], [[1, 2], [3]], ["a", [1]], [True]):
+        for prompt in ([size], [-1], [9223372036854775808], [1.5], [[1, 2], [3.0]], ["a", [1]], [True]):
             await refused(stack, "completions", completion(prompt), "prompt")
         assert len(stack.backend.admits) == 1
         await canary(stack)

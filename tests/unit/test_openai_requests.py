@@ -82,14 +82,33 @@ def test_values_that_ask_for_nothing_are_accepted(neutral: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
+        ("n", "2"),
         ("n", True),
         ("n", 0),
-        ("presence_penalty", 0.1),
+        ("n", 129),
+        ("presence_penalty", 2.1),
         ("presence_penalty", False),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"5": float("nan")}),
+        ("logit_bias", {"٥": 1}),
+        ("logit_bias", [5]),
         ("logprobs", 5),
+        ("min_tokens", -1),
+        ("min_tokens", True),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["1"]),
+        ("stop_token_ids", list(range(65))),
+        ("stop_token_ids", 5),
+        ("ignore_eos", 1),
+        ("include_stop_str_in_output", "yes"),
+        ("service_tier", "scale"),
+        ("timings", 1),
         ("top_logprobs", 3),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
@@ -160,21 +179,36 @@ def test_an_assistants_message_may_come_back_as_the_client_library_got_it() -> N
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [""], [], [[]], ["ok", ""], [-1], [1.5], [True], [[1, 2], [3]], ["a", [1]], None, 5, {}, [None]]
+    "prompt",
+    ["", [""], [], [[]], ["ok", ""], [-1], [1.5], [True], ["a"] * 129, ["a", [1]], None, 5, {}, [None], [1, "a"]],
 )
 def test_bad_prompts(prompt: Any) -> None:
     assert refused(completion, prompt=prompt).param == "prompt"
 
 
 def test_prompts_that_work() -> None:
-    assert completion(prompt=[1, 2, 3]).prompt == (1, 2, 3)
-    assert completion(prompt=["a"]).prompt == "a"
-    assert completion(prompt=[[4]]).prompt == (4,)
+    assert completion(prompt="a").prompt == completion(prompt=["a"]).prompt == ("a",)
+    assert completion(prompt=[1, 2, 3]).prompt == ((1, 2, 3),)
+    assert completion(prompt=[[4]]).prompt == ((4,),)
+    assert completion(prompt=[[1, 2], [3]]).prompt == ((1, 2), (3,))
+    assert completion(prompt=["a", "b"]).prompt == ("a", "b")
+
+
+def test_what_goes_together() -> None:
+    assert refused(chat, logprobs=False, top_logprobs=3).param == "top_logprobs"
+    assert chat(logprobs=True, top_logprobs=3).wanted_logprobs == 3
+    assert (chat(logprobs=True).wanted_logprobs, chat().wanted_logprobs) == (0, -1)
+    assert (completion(logprobs=0).wanted_logprobs, completion().wanted_logprobs) == (0, -1)
+    assert completion(n=2, best_of=2).choices == 2
+    assert refused(completion, prompt=["a"] * 3, n=43).param == "n"
+    assert refused(chat, timings=True, stream=True).param == "timings"
+    assert chat(timings=True, stream=True, stream_options={"include_usage": True}).timings
+    assert chat(logit_bias={"7": 1, "3": -0.5}).logit_bias == ((3, -0.5), (7, 1.0))
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("best_of", 3), ("n", 2), ("echo", True), ("suffix", "x"), ("logprobs", True), ("logprobs", 0), ("messages", [])],
+    [("best_of", 3), ("n", 0), ("echo", 1), ("suffix", "x"), ("logprobs", True), ("logprobs", 21), ("messages", [])],
 )
 def test_completions_refuse_by_name(field: str, value: Any) -> None:
     assert refused(completion, **{field: value}).param == field

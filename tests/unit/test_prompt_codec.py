@@ -50,7 +50,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing(
 
 
 async def test_what_may_fit_is_tokenized(codec: PromptCodec) -> None:
-    assert await codec.encode(parse_completion(completion_body("abc"))) == TOKENIZER.encode("abc")
+    assert await codec.encode(parse_completion(completion_body("abc"))) == [TOKENIZER.encode("abc")]
 
 
 async def test_a_model_without_a_chat_template_takes_completions_only() -> None:
