@@ -20,6 +20,7 @@ from opentelemetry.trace import Link, Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from services.gateway.answers import SessionResponse, error_response, internal_response, json_response
 from services.gateway.auth import key_hash
@@ -28,6 +29,7 @@ from services.gateway.body import read_body
 from services.gateway.console_files import ConsoleFiles
 from services.gateway.errors import http_body
 from services.gateway.files import Files
+from services.gateway.front import Front
 from services.gateway.keep_alive import KeptAlive
 from services.gateway.keyed import Keyed, PlansOf
 from services.gateway.observe import Observer
@@ -65,7 +67,7 @@ class Door:
     """Handlers of the routes."""
 
     def __init__(self, service: GatewayService) -> None:
-        self._service = service
+        self.service = self._service = service
         self._started = int(time.time())
         self.files = Files(service)
         self.keyed = Keyed(service)
@@ -206,8 +208,8 @@ class Door:
         return json_response(body, None if ready else {"Retry-After": "1"}, 200 if ready else 503)
 
 
-def build_app(door: Door) -> FastAPI:
-    """The application. No generated documentation pages: they would be doors without a key."""
+def build_app(door: Door) -> ASGIApp:
+    """The application behind its front. No generated documentation pages: they would be doors without a key."""
     app = FastAPI(
         title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
@@ -224,7 +226,7 @@ def build_app(door: Door) -> FastAPI:
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    return app
+    return Front(app, door.service)
 
 
 async def _on_baton_error(request: Request, exc: Exception) -> Response:

@@ -13,6 +13,8 @@ from shared.contracts.messages import Identity, PolicyEvent
 CACHE_S = 5.0
 MAX_CACHED = 4096
 MAX_KEY_CHARS = 512
+KEY_NEEDED = "a valid API key is needed: Authorization: Bearer KEY"
+"""Said of a missing key and of a wrong one alike."""
 
 
 def key_hash(headers: Mapping[str, str]) -> bytes:
@@ -20,7 +22,7 @@ def key_hash(headers: Mapping[str, str]) -> bytes:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     key = key.strip()
     if scheme.lower() != "bearer" or not key or len(key) > MAX_KEY_CHARS:
-        raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
+        raise Unauthenticated(KEY_NEEDED)
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -7,12 +7,11 @@ import ctypes
 import resource
 import socket
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 import uvicorn
-from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.connection import KEEP_ALIVE_S, Connection
@@ -117,10 +116,10 @@ class Listener:
         """`app`, whose answers close their connections once it hands over."""
 
         async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
-            async def sending(message: Message) -> None:
+            def sending(message: Message) -> Awaitable[None]:
                 if self._leaving and message["type"] == "http.response.start":
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-                await send(message)
+                return send(message)
 
             await app(scope, receive, sending)
 
@@ -128,7 +127,7 @@ class Listener:
 
 
 @asynccontextmanager
-async def serve(app: FastAPI, sock: socket.socket) -> AsyncIterator[Listener]:
+async def serve(app: ASGIApp, sock: socket.socket) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the block runs."""
     config = uvicorn.Config(
         app,

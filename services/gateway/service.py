@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 from opentelemetry.trace import Span
 
-from services.gateway.auth import IdentityCache
+from services.gateway.auth import KEY_NEEDED, IdentityCache
 from services.gateway.cluster import Cluster
+from services.gateway.guesses import Guesses
 from services.gateway.settings import GatewayConfig
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import subjects
-from shared.contracts.errors import BatonError
+from shared.contracts.errors import BatonError, QuotaExceeded, Unauthenticated
 from shared.contracts.ids import Epoch, RequestId, new_request_id
 from shared.contracts.messages import (
     Admit,
@@ -84,6 +85,7 @@ class GatewayService:
         self._bus = bus
         self._clock = clock
         self._identities = IdentityCache()
+        self._guesses = Guesses()
         self._subscriptions: list[Subscription] = []
 
     async def __aenter__(self) -> GatewayService:
@@ -108,13 +110,33 @@ class GatewayService:
 
     # ------------------------------------------------------------------------------------------ requests
 
-    async def authenticate(self, key_hash: bytes) -> Identity:
-        """Whose key it is. Raises Unauthenticated, or Unavailable when policy does not answer."""
-        if (known := self._identities.get(key_hash, self._clock())) is not None:
-            return known
+    async def authenticate(self, key_hash: bytes, address: str = "") -> Identity:
+        """Whose key it is.
+
+        Args:
+            address: the client's, for whose guesses there is a limit; empty: none is kept.
+
+        Raises:
+            Unauthenticated: policy does not know it.
+            QuotaExceeded: from this address came too many such keys.
+            Unavailable: policy does not answer.
+        """
         asked, changes = self._clock(), self._identities.changes
-        identity: Identity = await self._ask_identity(key_hash)
+        if (known := self._identities.get(key_hash, asked)) is not None:
+            return known
+        if self._guesses.refused(key_hash, asked):
+            raise Unauthenticated(KEY_NEEDED)
+        if address and (wait_s := self._guesses.wait_s(key_hash, address, asked)) > 0:
+            message = "too many unknown API keys came from this address"
+            raise QuotaExceeded(message, retry_after_s=wait_s, code="too_many_keys")
+        try:
+            identity: Identity = await self._ask_identity(key_hash)
+        except Unauthenticated:
+            if changes == self._identities.changes:
+                self._guesses.on_refused(key_hash, address, asked)
+            raise
         self._identities.put(key_hash, identity, asked, changes)
+        self._guesses.on_good(key_hash, asked)
         return identity
 
     async def open(
@@ -191,6 +213,7 @@ class GatewayService:
 
     def _on_policy_event(self, delivery: Delivery) -> None:
         self._identities.on_event(delivery.message)
+        self._guesses.forget_refused()
 
     def _on_spans(self, delivery: Delivery) -> None:
         batch: SpanBatch = delivery.message

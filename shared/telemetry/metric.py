@@ -49,6 +49,7 @@ REFUSALS = (
     "conflict",
     "request_too_large",
     "rate_limit_exceeded",
+    "too_many_keys",
     "request_timeout",
     "client_gone",
     "shutting_down",

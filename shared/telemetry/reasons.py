@@ -48,6 +48,7 @@ CODE_WORDS = {
     "context_length_exceeded": "prompt and output do not fit the model's context",
     "model_not_found": "the model is not served, or not open to this tenant",
     "invalid_api_key": "the API key is not valid",
+    "too_many_keys": "too many unknown API keys came from one address",
     "invalid_value": "a field of the request cannot be run as it is",
     "invalid_json": "the body is not a JSON object",
     "unknown_parameter": "the body holds a field nobody knows",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from services.gateway.app import Door, build_app
 from services.gateway.server import bind, serve
@@ -327,7 +327,7 @@ class Backend:
 class Stack:
     """A running gateway and what is behind it."""
 
-    app: FastAPI
+    app: ASGIApp
     door: Door
     service: GatewayService
     backend: Backend

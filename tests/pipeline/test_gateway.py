@@ -251,7 +251,9 @@ async def test_models_health_unknown_paths_and_methods() -> None:
         missing = await get("/v1/models/other", headers=HEADERS)
         assert missing.status_code == 404
         assert "tiny" in missing.json()["error"]["message"]
-        for response in (await get("/v1/nothing"), await get("/docs"), await get("/openapi.json")):
+        for path in ("/v1/nothing", "/docs", "/openapi.json"):
+            assert (await get(path)).status_code == 401
+            response = await get(path, headers=HEADERS)
             assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
         wrong = await get("/v1/completions", headers=HEADERS)
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")

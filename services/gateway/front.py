@@ -1,0 +1,76 @@
+"""What every request passes before the application, and every answer after it.
+
+Here the key is asked for, so that no route can be a door without one: what is not on the public list needs it. A
+request without a key that policy knows ends here, before its body is read, a span is begun or the router is asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.answers import error_response, internal_response
+from services.gateway.auth import KEY_NEEDED, key_hash
+from services.gateway.service import GatewayService
+from shared.contracts.errors import BatonError, Unauthenticated
+from shared.contracts.ids import new_request_id
+from shared.ingress.request_metrics import count_refused
+
+log = logging.getLogger("baton.gateway")
+
+PUBLIC = frozenset({"/", "/health", "/ready"})
+PUBLIC_UNDER = "/console"
+MAX_ECHO_CHARS = 128
+REQUEST_ID = b"x-request-id"
+
+
+class Front:
+    """ASGI around the application."""
+
+    def __init__(self, app: ASGIApp, service: GatewayService) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        def sending(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = _with_request_id(scope, message.get("headers", ()))
+            return send(message)
+
+        if not is_public(scope["path"]) and (refusal := await self._refusal(scope)) is not None:
+            await refusal(scope, receive, sending)
+            return
+        await self._app(scope, receive, sending)
+
+    async def _refusal(self, scope: Scope) -> ASGIApp | None:
+        client = scope.get("client")
+        try:
+            await self._service.authenticate(key_hash(Headers(scope=scope)), client[0] if client else "")
+        except BatonError as exc:
+            error = Unauthenticated(KEY_NEEDED) if isinstance(exc, Unauthenticated) else exc
+            count_refused(self._service.ingress.metrics, error)
+            return error_response(error)
+        except Exception:
+            log.exception("a key could not be checked")
+            return internal_response({})
+        return None
+
+
+def _with_request_id(scope: Scope, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    headers = list(given)
+    if all(name.lower() != REQUEST_ID for name, _ in headers):
+        echo = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")[:MAX_ECHO_CHARS]
+        headers.append((REQUEST_ID, echo or new_request_id().encode()))
+    return headers
+
+
+def is_public(path: str) -> bool:
+    """True for what needs no key: liveness, readiness, and the files of the console page."""
+    return path in PUBLIC or path == PUBLIC_UNDER or path.startswith(PUBLIC_UNDER + "/")
