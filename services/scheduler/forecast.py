@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.scheduler.placement import WorkerView, steps_s
+from services.scheduler.placement import WorkerView, chunk_of, steps_s
 
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 
@@ -20,10 +20,10 @@ def prefill_rate(views: Sequence[WorkerView]) -> float:
     """Prompt tokens a second the pool computes at full steps; 0 without workers or step models."""
     total = 0.0
     for view in views:
-        model = view.step_model
-        step_s = model.base_s + model.token_s * view.token_budget + model.sequence_s
+        chunk = chunk_of(view) if view.token_budget > view.running else 0
+        step_s = steps_s(view.step_model, chunk, start=0, chunk=max(1, chunk), running=view.running)
         if step_s > 0 and not view.draining:
-            total += max(0, view.token_budget - view.running) / step_s
+            total += chunk / step_s
     return total
 
 
@@ -47,8 +47,7 @@ def predict_ttft_s(
 
 def prompt_s(view: WorkerView, num_tokens: int) -> float:
     """Seconds a worker takes for a prompt from its beginning, beside what it decodes."""
-    chunk = max(1, view.token_budget - view.running)
-    return steps_s(view.step_model, num_tokens, start=0, chunk=chunk, running=view.running)
+    return steps_s(view.step_model, num_tokens, start=0, chunk=chunk_of(view), running=view.running)
 
 
 def retry_after_s(wait_s: float, bearable_s: float, jitter: float) -> float:

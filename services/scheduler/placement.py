@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.parts import StepModel
-from shared.engine.step_time import chunk_context
+from shared.contracts.parts import ItlTarget, StepModel
+from shared.engine.prompt_budget import NO_TARGET, prompt_budget
+from shared.engine.step_time import chunk_context, from_wire
 
 LOCAL = "local"
 HANDED_OFF = "handed_off"
@@ -38,6 +39,7 @@ class WorkerView:
     max_sequences: int = 0  # 0: no bound known
     queue_tokens: int = 0  # prompt tokens it has taken and not computed
     step_model: StepModel = field(default_factory=StepModel)
+    itl_target: ItlTarget = NO_TARGET
     numerics: str = ""
     fingerprint: str = ""
     draining: bool = False
@@ -64,6 +66,7 @@ class Ask:
     held: Mapping[WorkerId, int] = field(default_factory=dict)
     numerics: str = ""  # of earlier epochs' worker: preferred
     excluded: frozenset[WorkerId] = frozenset()
+    scores_prompt: bool = False  # log-probabilities of the prompt are wanted, from where it is computed
 
     def blocks(self, view: WorkerView) -> tuple[int, ...]:
         """Blocks per layer group its reservation takes: of its tokens and, for each choice, one more to grow into.
@@ -101,7 +104,7 @@ class Choice:
     decode_worker: WorkerId
     decode_incarnation: Incarnation
     path: str
-    reason: str  # estimate | one_token | cached | no_prefill_worker
+    reason: str  # estimate | prompt_logprobs | one_token | cached | no_prefill_worker
     prefill_worker: WorkerId = NO_WORKER
     local_s: float = 0.0
     handed_off_s: float = 0.0
@@ -117,20 +120,27 @@ def steps_s(model: StepModel, num_tokens: int, *, start: int, chunk: int, runnin
         queue_tokens: other prompts' tokens computed before; where they start is not known, taken as one prompt's.
     """
     total = queue_tokens + num_tokens
-    steps = -(-total // chunk)
+    steps, rest = divmod(total, chunk)
     context = chunk_context(0, queue_tokens) + chunk_context(start, num_tokens)
-    each = model.base_s + model.token_s * running + model.sequence_s * (running + 1)
-    return steps * each + model.token_s * total + model.context_s * context
+    times = from_wire(model)
+    whole_s = steps * times.predict(chunk + running, running + 1, 0) if steps else 0.0
+    rest_s = times.predict(rest + running, running + 1, 0) if rest else 0.0
+    return whole_s + rest_s + model.context_s * context
+
+
+def chunk_of(view: WorkerView, start: int = 0) -> int:
+    """Prompt tokens that a step of the worker takes beside what it decodes: as the engine itself decides."""
+    most = max(1, view.token_budget - view.running)
+    return prompt_budget(from_wire(view.step_model), view.itl_target, most, view.running, 1, 0, start)
 
 
 def local_cost_s(view: WorkerView, num_uncached: int, start: int) -> float:
     """Seconds until the first token by the decode worker's own chunked prefill, and the delay to those it decodes."""
-    chunk = max(1, view.token_budget - view.running)
     own = steps_s(
         view.step_model,
         num_uncached,
         start=start,
-        chunk=chunk,
+        chunk=chunk_of(view, start),
         running=view.running,
         queue_tokens=view.queue_tokens,
     )
@@ -214,6 +224,8 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
             numerics=decode.numerics,
         )
 
+    if ask.scores_prompt:
+        return chosen(LOCAL, "prompt_logprobs")
     if ask.num_tokens <= 1:
         return chosen(LOCAL, "one_token")
     if held >= ask.num_tokens - 1:

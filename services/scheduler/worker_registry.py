@@ -188,6 +188,7 @@ def _view(entry: _Entry) -> WorkerView:
         max_sequences=beat.max_sequences,
         queue_tokens=beat.queue_tokens,
         step_model=beat.step_model,
+        itl_target=beat.itl_target,
         numerics=beat.numerics,
         fingerprint=beat.fingerprint,
         draining=beat.draining,

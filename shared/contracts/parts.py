@@ -80,7 +80,7 @@ class AttemptProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Coefficients of the one step-time model, seconds: T = base + token·n + sequence·B + context·C.
+    """Coefficients of the one step-time model, seconds: T = max(floor, base + token·n + sequence·B) + context·C.
 
     n counts a step's tokens, B its sequences, and C the positions those tokens attend to, summed over the tokens: a
     decode row attends to its sequence's length, n tokens from position `start` to n·start + n(n + 1)/2.
@@ -90,6 +90,19 @@ class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):
     token_s: float = 0.0
     sequence_s: float = 0.0
     context_s: float = 0.0
+    floor_s: float = 0.0
+
+
+class ItlTarget(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How long a step may take while sequences decode; all 0: as long as it does.
+
+    `least_s` or, where that is longer, a multiple of what a step takes in which each live sequence decodes: `times`,
+    and `times_each` more for each of them.
+    """
+
+    least_s: float = 0.0  # seconds
+    times: float = 0.0
+    times_each: float = 0.0
 
 
 class ComputeRow(msgspec.Struct, frozen=True, omit_defaults=True):

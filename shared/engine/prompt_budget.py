@@ -6,30 +6,46 @@ the target of a token's latency. While none does, a step is as large as it may b
 
 from __future__ import annotations
 
+from shared.contracts.parts import ItlTarget
 from shared.engine.step_time import StepTimeModel
 
-LEAST = 64
-"""Prompt tokens that a step takes whatever the target says: fewer would read all weights for little."""
-MULTIPLE = 8
-"""Matrix products pad their rows to this many."""
+LEAST = 16
+"""Prompt tokens that a step takes whatever the target says, so that prompts go on."""
+NO_TARGET = ItlTarget()
+AUTO_TARGET = ItlTarget(least_s=0.047, times=1.5, times_each=0.04)
+"""21 tokens a second are more than anybody reads. Where decoding is slower than that, a step with prompts takes longer
+than one without, by half and a little more for each who is there: the more share a step, the more wait for their first
+token, and the more prompts must come through for as many to end. `loadtest.itl` shows what other figures do."""
+
+
+def step_limit_s(model: StepTimeModel, target: ItlTarget, num_live: int, context_tokens: int) -> float:
+    """Seconds that a step may take where so many sequences decode or soon will; 0: as long as it does."""
+    times = target.times + target.times_each * num_live
+    return max(target.least_s, times * model.predict(num_live, num_live, context_tokens))
 
 
 def prompt_budget(
-    model: StepTimeModel, target_s: float, most: int, num_decodes: int, context_tokens: int, start: int
+    model: StepTimeModel,
+    target: ItlTarget,
+    most: int,
+    num_decodes: int,
+    num_prompts: int,
+    context_tokens: int,
+    start: int,
 ) -> int:
-    """Prompt tokens of a step, at most `most` of them.
+    """Prompt tokens of a step, at most `most` of them: what the target leaves, and never less than costs nothing.
 
     Args:
-        target_s: how long the step may take; 0: as long as it does.
         num_decodes: sequences that get one token in this step; 0: nobody waits for its end.
-        context_tokens: positions attended to by those, summed.
+        num_prompts: sequences whose prompts are to be computed.
+        context_tokens: positions attended to by those that decode, summed.
         start: position of the first prompt token, of the prompt that is furthest along.
     """
-    if not target_s or not num_decodes:
+    limit_s = step_limit_s(model, target, num_decodes + num_prompts, context_tokens)
+    if not limit_s or not num_decodes:
         return most
-    spare_s = target_s - model.predict(num_decodes, num_decodes + 1, context_tokens)
+    products_s = max(model.floor_s, limit_s - model.context_s * context_tokens)
+    spare_s = products_s - model.base_s - model.token_s * num_decodes - model.sequence_s * (num_decodes + 1)
     token_s = model.token_s + model.context_s * start
     fitting = int(min(spare_s / token_s, most)) if token_s > 0 else most
-    if num_decodes + fitting < most:
-        fitting -= (num_decodes + fitting) % MULTIPLE
     return min(most, max(LEAST, fitting))

@@ -1,25 +1,19 @@
-"""The one step-time model: T = base + token * n + sequence * B + context * C, in seconds.
+"""The one step-time model: T = max(floor, base + token * n + sequence * B) + context * C, in seconds.
 
 n is the tokens of a step, B its sequences, and C its attended positions: for each token the positions it sees, summed.
 For a decode row that is its sequence's length; a chunk of n tokens from `start` on sees n * start + n (n + 1) / 2.
+The floor is what reading all weights takes: below it, a few rows more cost nothing.
 
 Everything that asks how long something takes asks this: token budget, admission, placement, fake workers, planner.
-Pure, and without torch.
+Pure, and without torch. `step_fit` finds the coefficients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shared.contracts.parts import StepModel
 from shared.engine.step_plan import StepPlan
-
-_MIN_DURATION_S = 1e-6
-Features = tuple[float, float, float, float]
-Matrix = tuple[Features, Features, Features, Features]
-_ZERO: Features = (0.0, 0.0, 0.0, 0.0)
-_TYPICAL: Features = (1.0, 64.0, 8.0, 8192.0)
-"""A middling step; puts the four coefficients, which differ by orders of magnitude, on one scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +24,7 @@ class StepTimeModel:
     token_s: float = 1e-3
     sequence_s: float = 1e-4
     context_s: float = 1e-7
+    floor_s: float = 0.0
 
     def predict(self, num_tokens: int, num_seqs: int, context_tokens: int) -> float:
         """Seconds a step takes; an empty step takes none.
@@ -41,10 +36,36 @@ class StepTimeModel:
         """
         if num_tokens == 0:
             return 0.0
-        return self.base_s + self.token_s * num_tokens + self.sequence_s * num_seqs + self.context_s * context_tokens
+        products_s = self.base_s + self.token_s * num_tokens + self.sequence_s * num_seqs
+        return max(self.floor_s, products_s) + self.context_s * context_tokens
+
+    def faster(self, times: float) -> StepTimeModel:
+        """The model of a machine that is so many times as fast."""
+        return StepTimeModel(
+            self.base_s / times,
+            self.token_s / times,
+            self.sequence_s / times,
+            self.context_s / times,
+            self.floor_s / times,
+        )
+
+    def wire(self) -> StepModel:
+        """As beats carry it."""
+        return StepModel(
+            base_s=self.base_s,
+            token_s=self.token_s,
+            sequence_s=self.sequence_s,
+            context_s=self.context_s,
+            floor_s=self.floor_s,
+        )
 
 
 DEFAULT_MODEL = StepTimeModel()
+
+
+def from_wire(model: StepModel) -> StepTimeModel:
+    """The model that a beat carries."""
+    return StepTimeModel(model.base_s, model.token_s, model.sequence_s, model.context_s, model.floor_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,59 +78,6 @@ class StepObservation:
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimeFit:
-    """A model refined by observations: least squares of *relative* errors, older ones fading away.
-
-    Relative, so that decode steps of a few milliseconds count as much as long prefill steps, and a stall counts little.
-    What the observations say nothing about stays as it is: a worker that only decodes does not forget what a prompt
-    costs.
-    """
-
-    model: StepTimeModel = DEFAULT_MODEL
-    memory: float = 0.99  # weight an observation keeps with each later one: 0.99 looks back about 100 steps
-    ridge: float = 1e-3  # pull towards the model so far, in observations
-    _gram: Matrix = (_ZERO, _ZERO, _ZERO, _ZERO)
-    _moment: Features = _ZERO
-
-    def refine(self, observation: StepObservation) -> StepTimeFit:
-        """The fit after one more step; observations without tokens or duration change nothing."""
-        return self._with([observation], self.memory)
-
-    def _with(self, observations: Iterable[StepObservation], memory: float) -> StepTimeFit:
-        gram, moment, taken = self._gram, self._moment, 0
-        for o in observations:
-            if o.num_tokens > 0 and o.duration_s >= _MIN_DURATION_S:
-                taken += 1
-                gram, moment = _add(gram, moment, o, memory)
-        if not taken:
-            return self
-        model = _solve_non_negative(gram, moment, self.model, self.ridge)
-        return StepTimeFit(model, self.memory, self.ridge, gram, moment)
-
-
-def _add(gram: Matrix, moment: Features, o: StepObservation, memory: float) -> tuple[Matrix, Features]:
-    raw = (1.0, o.num_tokens, o.num_seqs, o.context_tokens)
-    row = tuple(value / o.duration_s for value in raw)
-    new_gram = tuple(tuple(memory * g + row[i] * row[j] for j, g in enumerate(line)) for i, line in enumerate(gram))
-    return new_gram, tuple(memory * m + row[i] for i, m in enumerate(moment))  # type: ignore[return-value]
-
-
-def fastest(observations: Iterable[StepObservation]) -> list[StepObservation]:
-    """Of repeats of the same step the fastest: what others did on the machine meanwhile only makes a step slower."""
-    best: dict[tuple[int, int, int], StepObservation] = {}
-    for o in observations:
-        known = best.setdefault((o.num_tokens, o.num_seqs, o.context_tokens), o)
-        if o.duration_s < known.duration_s:
-            best[o.num_tokens, o.num_seqs, o.context_tokens] = o
-    return list(best.values())
-
-
-def fit_all(observations: Iterable[StepObservation], prior: StepTimeModel = DEFAULT_MODEL) -> StepTimeFit:
-    """A fit of many steps at once, as measured at start; all weigh the same in it."""
-    return StepTimeFit(prior)._with(observations, memory=1.0)
-
-
 def context_of(plan: StepPlan) -> int:
     """Positions attended to by a step's tokens, summed: the `context_tokens` of `predict`."""
     return sum(chunk_context(row.start, len(row.token_ids)) for row in plan.sequences)
@@ -118,43 +86,3 @@ def context_of(plan: StepPlan) -> int:
 def chunk_context(start: int, num_tokens: int) -> int:
     """Positions that `num_tokens` tokens from position `start` on attend to, summed."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
-
-
-def _solve_non_negative(
-    gram: Sequence[Sequence[float]], moment: Sequence[float], prior: StepTimeModel, ridge: float
-) -> StepTimeModel:
-    """Least squares with a pull towards the prior; what comes out negative is set to 0 and the rest solved again."""
-    before = (prior.base_s, prior.token_s, prior.sequence_s, prior.context_s)
-    typical_s = max(_MIN_DURATION_S, sum(c * f for c, f in zip(before, _TYPICAL, strict=True)))
-    pull = [ridge * (feature / typical_s) ** 2 for feature in _TYPICAL]
-    active = list(range(4))
-    solution = [0.0] * 4
-    while active:
-        matrix = [[gram[i][j] + (pull[i] if i == j else 0.0) for j in active] for i in active]
-        values = _solve(matrix, [moment[i] + pull[i] * before[i] for i in active])
-        solution = [0.0] * 4
-        for i, value in zip(active, values, strict=True):
-            solution[i] = value
-        negative = [i for i in active if solution[i] < 0.0]
-        if not negative:
-            break
-        active.remove(min(negative, key=lambda i: solution[i] * _TYPICAL[i]))
-    return StepTimeModel(*(max(0.0, value) for value in solution))
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gaussian elimination with diagonal scaling; the matrix is symmetric and positive definite."""
-    size = len(right)
-    scale = [matrix[i][i] ** -0.5 for i in range(size)]
-    rows = [[matrix[i][j] * scale[i] * scale[j] for j in range(size)] + [right[i] * scale[i]] for i in range(size)]
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for below in range(i + 1, size):
-            factor = rows[below][i] / rows[i][i]
-            rows[below] = [b - factor * a for a, b in zip(rows[i], rows[below], strict=True)]
-    values = [0.0] * size
-    for i in reversed(range(size)):
-        rest = sum(rows[i][j] * values[j] for j in range(i + 1, size))
-        values[i] = (rows[i][size] - rest) / rows[i][i]
-    return [value * s for value, s in zip(values, scale, strict=True)]

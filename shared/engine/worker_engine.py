@@ -15,22 +15,24 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from shared.contracts.errors import Internal, InvalidInput, SettingsError
 from shared.contracts.ids import WorkerId
-from shared.contracts.parts import StepModel
+from shared.contracts.parts import ItlTarget, StepModel
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.batching_policy import Batching
 from shared.engine.core_share import CoreShare, open_share
 from shared.engine.engine import Engine, Runner
 from shared.engine.model_steps import ModelSteps
+from shared.engine.prompt_budget import NO_TARGET
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
-from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeFit, StepTimeModel, fastest, fit_all
+from shared.engine.step_fit import StepTimeFit, fastest, fit_all
+from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeModel
 from shared.grammar.compiler import LazyCompiler
 from shared.kv.layout import PoolLayout
 from shared.kv.transfer import SharedMemoryTransport, Transport
@@ -40,12 +42,14 @@ log = logging.getLogger("baton.worker")
 DEFAULT_POOL_BYTES = 256 * 1024 * 1024
 """When nobody decided on a size: `./baton up` derives one from free memory."""
 WARM_TIMEOUT_S = 120.0
-CALIBRATION = ((1, 1), (32, 1), (1, 4), (128, 1), (128, 3))
-"""(tokens, sequences) of the timed steps; what exceeds the budget or the pool is left out."""
-CALIBRATION_ROUNDS = 3
-"""How often each is timed; the fastest counts."""
+_SMALL = ((1, 1), (1, 8), (16, 1), (32, 1), (1, 32), (128, 1))
+CALIBRATION = (*_SMALL, (512, 1), *_SMALL, *_SMALL, (512, 1))
+"""(tokens, sequences) of the timed steps, which sample where a sequence has one token; of repeats the fastest counts.
+The small ones find the floor, the large one what context costs; what exceeds the budget or the pool is left out."""
 CALIBRATION_S = 1.5
-"""No further step is timed after this long; running steps refine the model anyway."""
+"""A step that would go beyond this is not timed; running steps refine the model anyway."""
+LEAST_BANDWIDTH = 4e9
+"""Bytes a second at which KV is read at least: bounds what a position of context can cost."""
 CALIBRATION_WAIT_S = 4.0
 """How long a worker waits for its turn to be timed; then it is timed beside the others."""
 REFINE_EVERY = 8
@@ -64,7 +68,7 @@ class WorkerOptions:
     pool_bytes: int = 512 * 1024 * 1024  # 0: on a GPU what is left, else DEFAULT_POOL_BYTES
     token_budget: int = 512  # most tokens in a step
     lone_token_budget: int = 0  # most tokens in a step in which nothing decodes, if larger; not on a GPU
-    itl_target_s: float = 0.0  # how long a step may take while sequences decode; 0 = no matter
+    itl_target: ItlTarget = NO_TARGET  # how long a step may take while sequences decode
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     max_num_seqs: int = 32
     depth: int = 1
@@ -137,7 +141,7 @@ class WorkerEngine:
         config = BatcherConfig(
             token_budget=o.token_budget,
             lone_token_budget=o.lone_token_budget,
-            itl_target_s=o.itl_target_s,
+            itl_target=o.itl_target,
             max_num_seqs=o.max_num_seqs,
             chunk_size=o.chunk_size,
             depth=o.depth,
@@ -157,8 +161,7 @@ class WorkerEngine:
     @property
     def step_model(self) -> StepModel:
         """The step-time model as beats carry it."""
-        m = self._fit.model
-        return StepModel(base_s=m.base_s, token_s=m.token_s, sequence_s=m.sequence_s, context_s=m.context_s)
+        return self._fit.model.wire()
 
     def require_grammar(self, grammar: str) -> None:
         """Compile a grammar before its first step. May block for as long as that takes.
@@ -195,11 +198,12 @@ class WorkerEngine:
         self._observed.clear()
         if self.options.calibrate:
             with _timed_alone(self.options.kv_dir):
-                self._run_steps(list(CALIBRATION) * CALIBRATION_ROUNDS)
+                self._run_steps(CALIBRATION)
         self._calibrating = False
         _give_memory_back()
         if self._observed:
-            self._learn(fit_all(fastest(self._observed)))
+            bytes_a_token = sum(group.token_bytes for group in self.facts.layout.groups)
+            self._learn(fit_all(fastest(self._observed), most_context_s=bytes_a_token / LEAST_BANDWIDTH))
 
     def stop(self, timeout_s: float) -> None:
         """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
@@ -227,21 +231,36 @@ class WorkerEngine:
         self._fit = fit
         self._batcher.step_model = fit.model
 
-    def _run_steps(self, shapes: list[tuple[int, int]]) -> None:
-        slots = self.facts.layout.num_blocks[0] * self.facts.layout.groups[0].block_size
-        most = min(self.options.token_budget, slots)
-        for number, (num_tokens, num_seqs) in enumerate(shapes):
-            if sum(o.duration_s for o in self._observed) > CALIBRATION_S:
-                break
-            if num_tokens * num_seqs <= most and num_seqs <= self.options.max_num_seqs:
-                each = min(num_tokens, self.facts.max_positions)
-                sampling = SamplingParams(max_tokens=1)
-                self._run_to_end(
-                    [
-                        SequenceSpec(f"warm-{number}-{i}", (1,) * each, each, sampling, compute_only=True)
-                        for i in range(num_seqs)
-                    ]
-                )
+    def _run_steps(self, shapes: Sequence[tuple[int, int]]) -> None:
+        for number, (each, num_seqs) in enumerate(shapes):
+            spent_s = sum(o.duration_s for o in self._observed)
+            if not self._has_room(each, num_seqs):
+                continue
+            if spent_s and spent_s + self._guess_s(each * num_seqs) > CALIBRATION_S:
+                continue
+            samples = self.options.samples and each == 1
+            sampling = SamplingParams(max_tokens=1)
+            specs = [
+                SequenceSpec(f"warm-{number}-{i}", (1,) * each, each, sampling, compute_only=not samples)
+                for i in range(num_seqs)
+            ]
+            self._run_to_end(specs)
+
+    def _has_room(self, each: int, num_seqs: int) -> bool:
+        """Whether sequences of `each` tokens can be computed in one step, with a block for each to grow into."""
+        o, facts = self.options, self.facts
+        blocks = num_seqs * (-(-each // facts.layout.groups[0].block_size) + 1)
+        return (
+            each * num_seqs <= max(o.token_budget, o.lone_token_budget)
+            and num_seqs <= o.max_num_seqs
+            and each < facts.max_positions
+            and all(blocks <= total for total in facts.layout.num_blocks)
+        )
+
+    def _guess_s(self, num_tokens: int) -> float:
+        """Seconds a step of so many tokens takes, in proportion to the largest yet: the floor cannot be told yet."""
+        largest = max(self._observed, key=lambda o: o.num_tokens)
+        return largest.duration_s * max(1.0, num_tokens / largest.num_tokens)
 
     def _run_to_end(self, specs: list[SequenceSpec]) -> None:
         """Compute sequences in as few steps as possible and let go of them."""
@@ -305,8 +324,7 @@ def _locked(fd: int) -> bool:
 
 def fake_step_time(speed: float) -> StepTimeModel:
     """The step-time model of fake workers, `speed` times as fast as the default."""
-    m = DEFAULT_MODEL
-    return StepTimeModel(m.base_s / speed, m.token_s / speed, m.sequence_s / speed, m.context_s / speed)
+    return DEFAULT_MODEL.faster(speed)
 
 
 def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
@@ -399,6 +417,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         computes=told_quality(configuration, digest, numerics, warn=options.samples),
     )
     pool = create_pool(options.kv_dir, worker, layout)
+    log.info("KV pool: %d of %d MiB in huge pages", pool.huge_bytes >> 20, layout.total_bytes >> 20)
     try:
         grammars = LazyCompiler(options.model_dir, facts.eos_token_ids)
         run = ModelRunner(model, pool, masks=RowMasks(grammars, model.config.vocab_size)).run

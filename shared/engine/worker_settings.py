@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from shared.contracts.errors import SettingsError
+from shared.contracts.parts import ItlTarget
 from shared.engine.cores import usable_cores
+from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 from shared.engine.worker_engine import WorkerOptions
 from shared.model.fetch import cache_dir, default_model_dir
 from shared.settings.sections import Settings
@@ -42,7 +45,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         pool_bytes=settings.kv.pool_bytes,
         token_budget=budget,
         lone_token_budget=engine.prefill_token_budget,
-        itl_target_s=engine.itl_target_ms / 1000 if role == "decode" else 0.0,
+        itl_target=itl_target(engine.itl_target_ms) if role == "decode" else NO_TARGET,
         chunk_size=engine.chunk_size,
         max_num_seqs=engine.max_sequences,
         depth=engine.depth,
@@ -59,3 +62,8 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         quick_head=engine.quick_head,
         fake=workers.fake,
     )
+
+
+def itl_target(milliseconds: float | Literal["auto"]) -> ItlTarget:
+    """What `engine.itl_target_ms` asks for."""
+    return AUTO_TARGET if milliseconds == "auto" else ItlTarget(least_s=milliseconds / 1000)

@@ -290,6 +290,7 @@ class WorkerShell:
             held_back=gauges.held_back if gauges is not None else (),
             revoked=self._role.revoked(),
             preemptions=gauges.preemptions if gauges is not None else 0,
+            itl_target=options.itl_target,
         )
 
 

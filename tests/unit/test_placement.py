@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.placement import Ask, HandoffCost, choose, handed_off_cost_s, local_cost_s, steps_s
+from services.scheduler.placement import Ask, HandoffCost, choose, chunk_of, handed_off_cost_s, local_cost_s, steps_s
 from shared.contracts.ids import WorkerId
-from shared.contracts.parts import StepModel
+from shared.contracts.parts import ItlTarget, StepModel
 from shared.engine.step_time import chunk_context
 from shared.settings.sections import EngineSettings
 from tests.unit.scheduler_support import view
@@ -65,6 +65,18 @@ def test_each_path_pays_for_what_is_uncached_at_its_own_worker() -> None:
     assert handed_off_cost_s(PREFILL, DECODE, held_by_prefill, COST) < handed_off_cost_s(PREFILL, DECODE, cold, COST)
     assert path(held_by_prefill, DECODE, PREFILL)[0] == "handed_off"
     assert path(held_by_decode, DECODE, PREFILL)[0] == "local"
+
+
+def test_the_estimate_takes_the_chunks_that_the_engine_would() -> None:
+    """Beside decodes a target leaves little, so a prompt takes many steps; rows below the floor cost nothing."""
+    model = StepModel(base_s=0.002, token_s=0.0016, sequence_s=0.0008, floor_s=0.030)
+    idle = replace(DECODE, step_model=model, itl_target=ItlTarget(least_s=0.050))
+    busy = replace(idle, running=6)
+    assert (chunk_of(idle), chunk_of(replace(busy, itl_target=ItlTarget()))) == (128, 122)
+    assert chunk_of(busy) == 20
+    assert steps_s(model, 4, start=0, chunk=4, running=6) == 0.030
+    assert local_cost_s(busy, 600, 0) > local_cost_s(replace(busy, itl_target=ItlTarget()), 600, 0)
+    assert path(Ask(num_tokens=200), busy, replace(PREFILL, step_model=model)) == ("handed_off", "estimate")
 
 
 def test_context_term_makes_deep_chunks_dearer() -> None:

@@ -27,18 +27,23 @@ class Machine:
 
     def __init__(self) -> None:
         self.busy = 0
+        self.timed = 0
         self.most = 0
         self.lock = threading.Lock()
 
     def run(self, plan: StepPlan) -> StepOutput:
+        timed = plan.num_tokens > 1  # a worker's first step is not
         with self.lock:
             self.busy += 1
-            self.most = max(self.most, self.busy) if plan.num_tokens > 1 else self.most
+            self.timed += timed
+            self.most = max(self.most, self.timed)
             seconds = TRUTH.predict(plan.num_tokens, len(plan.sequences), context_of(plan)) * self.busy
         time.sleep(seconds)
         with self.lock:
             self.busy -= 1
-        return StepOutput(plan.step, ((),) * len(plan.sequences), duration_s=seconds)
+            self.timed -= timed
+        sampled = tuple((1,) * row.num_logits if row.sampling else () for row in plan.sequences)
+        return StepOutput(plan.step, sampled, duration_s=seconds)
 
     def zero_blocks(self, blocks: object) -> None:
         """Nothing to overwrite."""

@@ -8,8 +8,10 @@ import pytest
 
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
+from shared.contracts.parts import ItlTarget
 from shared.engine.batcher import BatcherConfig
 from shared.engine.cores import usable_cores
+from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 from shared.engine.worker_engine import open_worker_engine
 from shared.engine.worker_settings import worker_options
 from shared.settings.load import load_settings
@@ -44,13 +46,14 @@ def test_every_setting_of_the_step_loop_arrives(tmp_path: Path) -> None:
     )
     assert (config.token_budget, config.chunk_size, config.max_num_seqs, config.depth) == (99, 17, 7, 0)
     assert (config.batching, config.batch_size, config.batch_window_s) == ("dynamic", 5, 0.25)
-    assert (config.itl_target_s, config.lone_token_budget) == (0.04, 300)
+    assert (config.itl_target, config.lone_token_budget) == (ItlTarget(least_s=0.04), 300)
 
 
 def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path: Path) -> None:
     config, plain = batcher_config(tmp_path, "prefill"), BatcherConfig()
-    assert (config.token_budget, config.itl_target_s) == (512, 0.0)
-    assert batcher_config(tmp_path, "decode").itl_target_s == 0.05
+    assert (config.token_budget, config.itl_target) == (512, NO_TARGET)
+    assert batcher_config(tmp_path, "decode").itl_target == AUTO_TARGET
+    assert batcher_config(tmp_path, "decode", itl_target_ms="0").itl_target == NO_TARGET
     assert (config.batching, config.chunk_size, config.depth) == (plain.batching, plain.chunk_size, plain.depth)
     assert (config.batch_size, config.batch_window_s) == (plain.batch_size, plain.batch_window_s)
 
@@ -63,6 +66,7 @@ def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path
         ("batch_window_s", "-1"),
         ("chunk_size", "-1"),
         ("itl_target_ms", "-1"),
+        ("itl_target_ms", "soon"),
     ],
 )
 def test_a_setting_that_means_nothing_is_named(tmp_path: Path, name: str, value: str) -> None:
