@@ -22,6 +22,8 @@ STORAGE_LIMIT = "storage_limit_exceeded"
 PAGE = 200
 SWEEP = 100
 """About so many files one sweep of a tenant deletes, of each kind."""
+ONCE_S = 86400
+"""An upload's `once` is remembered for so long."""
 UPLOAD_IDLE_S = 3600
 """An upload that took no chunk for so long was given up by its client."""
 
@@ -96,11 +98,15 @@ class FileStore:
             )
         return int(held)
 
-    async def close(self, tenant: TenantId, file_id: FileId, expires_after_s: int = 0) -> StoredFile:
+    async def close(self, tenant: TenantId, file_id: FileId, expires_after_s: int = 0, once: str = "") -> StoredFile:
         """The upload becomes a file, as opened, or expiring that long after its creation. Raises NotFound.
 
-        Safe to repeat.
+        Safe to repeat. `once` is an id: when another upload was closed under it and is still a file, that is answered,
+        and this one goes.
         """
+        if once and (earlier := await self._closed_before(tenant, file_id, once)) is not None:
+            await self.abort(tenant, file_id)
+            return earlier
         file = await self._record(tenant, file_id)
         if file is None:
             raise no_such_file(file_id)
@@ -110,6 +116,16 @@ class FileStore:
         if not await self._close(tenant, file):
             raise no_such_file(file_id)
         return msgspec.structs.replace(file, ready=True)
+
+    async def _closed_before(self, tenant: TenantId, file_id: FileId, once: str) -> StoredFile | None:
+        key = self._keys.of(tenant, f"once:{once}")
+        first = await self._redis.execute("GET", key)
+        if first is not None and first.decode() != file_id:
+            earlier = await self._record(tenant, FileId(first.decode()))
+            if earlier is not None and earlier.ready:
+                return earlier
+        await self._redis.execute("SET", key, file_id, "EX", ONCE_S)
+        return None
 
     async def abort(self, tenant: TenantId, file_id: FileId) -> None:
         """The upload and what it holds goes; nothing when there is none."""

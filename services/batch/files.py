@@ -29,6 +29,7 @@ from shared.contracts.batch_messages import (
     FileRequest,
 )
 from shared.contracts.errors import BodyTooLarge, InvalidInput
+from shared.contracts.ids import is_id
 
 MAX_FILENAME_CHARS = 255
 AT_WORK, MAX_OPEN = 16, 256
@@ -93,7 +94,10 @@ class FileDesk:
         if request.abort:
             await self._files.abort(request.tenant, request.file_id)
             return FileDeleted(file_id=request.file_id)
-        return (await self._files.close(request.tenant, request.file_id, request.expires_after_s)).info()
+        if request.once and not is_id(request.once):
+            raise InvalidInput("once is not an id", param="once")
+        closed = await self._files.close(request.tenant, request.file_id, request.expires_after_s, request.once)
+        return closed.info()
 
     async def _read(self, request: FileRead) -> FileBytes:
         if request.offset < 0:

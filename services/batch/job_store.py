@@ -53,13 +53,13 @@ class JobStore:
 
     # ------------------------------------------------------------------------------------------ records
 
-    async def create(self, tenant: TenantId, spec: JobSpec, status: str) -> BatchId:
-        """A batch over a file, which cannot be deleted until it ends.
+    async def create(self, tenant: TenantId, spec: JobSpec, status: str, batch_id: str = "") -> BatchId:
+        """A batch over a file, which cannot be deleted until it ends. With a `batch_id`: once, however often called.
 
         Raises NotFound when the file is gone, Forbidden when the tenant's storage has no room for its lines, and
         QuotaExceeded when the tenant has too many batches that have not ended.
         """
-        batch_id = BatchId(f"batch-{secrets.token_hex(16)}")
+        batch_id = BatchId(batch_id or f"batch-{secrets.token_hex(16)}")
         sealed = self._sealer.seal(tenant, f"job:{batch_id}", msgspec.msgpack.encode(spec))
         await self._redis.execute("SADD", self._keys.tenants, tenant)
         keys = [self._keys.job(tenant, batch_id), self._keys.file(tenant, spec.input_file_id)]

@@ -92,7 +92,7 @@ class JobDesk:
             enqueued_tokens_limit=request.enqueued_tokens_limit,
             models=request.models,
         )
-        batch_id = await self._store.jobs.create(request.tenant, spec, states.VALIDATING)
+        batch_id = await self._store.jobs.create(request.tenant, spec, states.VALIDATING, request.batch_id)
         return await self._begun(request.tenant, batch_id)
 
     async def _cancel(self, request: BatchCancel) -> BatchInfo:

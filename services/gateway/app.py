@@ -69,9 +69,9 @@ class Door:
     def __init__(self, service: GatewayService) -> None:
         self.service = self._service = service
         self._started = int(time.time())
-        self.files = Files(service)
         self.keyed = Keyed(service)
-        self.batches = Batches(service)
+        self.files = Files(service, self.keyed)
+        self.batches = Batches(service, self.keyed)
         self.observer = Observer(service)
 
     # ------------------------------------------------------------------------------------------ generation

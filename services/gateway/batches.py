@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -11,6 +12,7 @@ from services.gateway.answers import json_response
 from services.gateway.auth import key_hash
 from services.gateway.body import read_body
 from services.gateway.files import list_body
+from services.gateway.keyed import Keyed
 from services.gateway.query import query
 from services.gateway.service import GatewayService
 from services.gateway.upload import MAX_EXPIRY_S, MIN_EXPIRY_S
@@ -60,8 +62,9 @@ class BatchBody(_Strict):
 class Batches:
     """Handlers of the routes under `/v1/batches`."""
 
-    def __init__(self, service: GatewayService) -> None:
+    def __init__(self, service: GatewayService, keyed: Keyed) -> None:
         self._service = service
+        self._keyed = keyed
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
@@ -71,9 +74,10 @@ class Batches:
         app.add_api_route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"])
 
     async def create(self, request: Request) -> Response:
-        """POST /v1/batches. Answered while its lines are yet to be validated."""
+        """POST /v1/batches. Answered while its lines are yet to be validated; under an Idempotency-Key once."""
         self._service.ingress.require_open()
-        identity = await self._identity(request)
+        hashed = key_hash(request.headers)
+        identity = await self._service.authenticate(hashed)
         length, timeout_s = request.headers.get("content-length"), self._service.config.body_timeout_s
         data = await read_body(request.stream(), length, MAX_BODY_BYTES, timeout_s)
         body = parse_as(BatchBody, data)
@@ -87,7 +91,15 @@ class Batches:
             enqueued_tokens_limit=identity.limits.batch_enqueued_tokens,
             models=identity.models,
         )
-        return json_response(batch_body(await self._ask(message)))
+        key = await self._keyed.key_of(request, identity.tenant, hashed, data)
+        if key is None:
+            return json_response(batch_body(await self._ask(message)))
+
+        async def make(request_id: str) -> dict[str, Any]:
+            batch_id = BatchId(f"batch-{request_id.removeprefix('req-')}")
+            return batch_body(await self._ask(msgspec.structs.replace(message, batch_id=batch_id)))
+
+        return await self._keyed.whole(key, make)
 
     async def list(self, request: Request) -> Response:
         """GET /v1/batches: after, limit."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +17,8 @@ from starlette.responses import StreamingResponse
 
 from services.gateway.answers import error_response, json_response
 from services.gateway.auth import key_hash
+from services.gateway.keyed import Keyed
+from services.gateway.once import idempotency_key
 from services.gateway.query import query
 from services.gateway.service import GatewayService
 from services.gateway.upload import FORM_BYTES, Upload
@@ -34,8 +38,9 @@ MAX_PAGE = 10_000
 class Files:
     """Handlers of the routes under `/v1/files`."""
 
-    def __init__(self, service: GatewayService) -> None:
+    def __init__(self, service: GatewayService, keyed: Keyed) -> None:
         self._service = service
+        self._keyed = keyed
         self._uploads: Counter[TenantId] = Counter()
 
     def add_to(self, app: FastAPI) -> None:
@@ -49,15 +54,16 @@ class Files:
     async def create(self, request: Request) -> Response:
         """POST /v1/files: a form of `file`, `purpose` and perhaps `expires_after[anchor|seconds]`, in any order."""
         try:
-            return json_response(file_body(await self._create(request)))
+            return await self._create(request)
         except ClientDisconnect:
             return Response(status_code=Cancelled.status)
         except BatonError as error:
             return error_response(error, {"connection": "close"}, sending=True)
 
-    async def _create(self, request: Request) -> b.FileInfo:
+    async def _create(self, request: Request) -> Response:
         self._service.ingress.require_open()
         tenant = (await self._identity(request)).tenant
+        idempotency_key(request.headers)  # what is wrong with it is told before the upload
         limit = self._service.config.max_file_bytes
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and (len(declared) > 18 or int(declared) > limit + FORM_BYTES):
@@ -66,16 +72,27 @@ class Files:
         with self._counted(tenant):
             return await self._receive(request, upload, _Sender(self._service, tenant, upload))
 
-    async def _receive(self, request: Request, upload: Upload, sender: _Sender) -> b.FileInfo:
+    async def _receive(self, request: Request, upload: Upload, sender: _Sender) -> Response:
         try:
             async for data in self._body(request):
                 upload.feed(data)
                 await sender.go_on()
             upload.finish()
-            return await sender.close()
-        except BaseException:
+            await sender.rest()
+            return await self._closed(request, sender)
+        finally:
             await asyncio.shield(sender.abort())
-            raise
+
+    async def _closed(self, request: Request, sender: _Sender) -> Response:
+        # of a form the boundary is another each time, so what it holds stands for the body
+        key = await self._keyed.key_of(request, sender.tenant, key_hash(request.headers), sender.digest())
+        if key is None:
+            return json_response(file_body(await sender.close()))
+
+        async def make(request_id: str) -> dict[str, Any]:
+            return file_body(await sender.close(request_id))
+
+        return await self._keyed.whole(key, make)
 
     @contextmanager
     def _counted(self, tenant: TenantId) -> Iterator[None]:
@@ -175,9 +192,10 @@ class _Sender:
     """Sends an upload's bytes on in full chunks."""
 
     def __init__(self, service: GatewayService, tenant: TenantId, upload: Upload) -> None:
+        self.tenant = tenant
         self._service = service
-        self._tenant = tenant
         self._upload = upload
+        self._content = hashlib.sha256()
         self._file_id = FileId("")
         self._sent = 0
         self._closed = False
@@ -192,14 +210,23 @@ class _Sender:
         while upload.waiting >= b.FILE_CHUNK_BYTES:
             await self._append(upload.take(b.FILE_CHUNK_BYTES))
 
-    async def close(self) -> b.FileInfo:
-        """Send the rest; the file's record."""
+    async def rest(self) -> None:
+        """Send what is left."""
         await self._open()
         if self._upload.waiting:
             await self._append(self._upload.take(b.FILE_CHUNK_BYTES))
+
+    def digest(self) -> bytes:
+        """Stands for all that the form said."""
+        upload = self._upload
+        said = [upload.filename, str(upload.expires_after_s()), self._content.hexdigest()]
+        return json.dumps(said).encode()
+
+    async def close(self, once: str = "") -> b.FileInfo:
+        """The file's record; `once`: or that of one closed under the same id before."""
         expires_after_s = self._upload.expires_after_s()
         info: b.FileInfo = await self._ask(
-            b.FileClose(tenant=self._tenant, file_id=self._file_id, expires_after_s=expires_after_s)
+            b.FileClose(tenant=self.tenant, file_id=self._file_id, expires_after_s=expires_after_s, once=once)
         )
         self._closed = True
         return info
@@ -208,16 +235,17 @@ class _Sender:
         """Give the upload up, if it has begun and not ended; what is left of it when nobody answers is swept later."""
         if self._file_id and not self._closed:
             with suppress(BatonError):
-                await self._ask(b.FileClose(tenant=self._tenant, file_id=self._file_id, abort=True))
+                await self._ask(b.FileClose(tenant=self.tenant, file_id=self._file_id, abort=True))
 
     async def _open(self) -> None:
         if not self._file_id:
-            message = b.FileOpen(tenant=self._tenant, filename=self._upload.filename, purpose="batch")
+            message = b.FileOpen(tenant=self.tenant, filename=self._upload.filename, purpose="batch")
             opened: b.FileOpened = await self._ask(message)
             self._file_id = opened.file_id
 
     async def _append(self, data: bytes) -> None:
-        message = b.FileAppend(tenant=self._tenant, file_id=self._file_id, number=self._sent, data=data)
+        self._content.update(data)
+        message = b.FileAppend(tenant=self.tenant, file_id=self._file_id, number=self._sent, data=data)
         await self._ask(message)
         self._sent += 1
 

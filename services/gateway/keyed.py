@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
@@ -85,7 +86,9 @@ class Keyed:
             span.end()
         return KeyedAnswer(entry, key.place, {"x-request-id": entry.state.request_id, **headers})
 
-    async def whole(self, key: Key, make: Callable[[str], Any], headers: Mapping[str, str]) -> Response:
+    async def whole(
+        self, key: Key, make: Callable[[str], Awaitable[Any]], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Response:
         """The answer to a request that makes one thing: `await make(request id)` is its body. Raises what it raises."""
         if key.place is not None:
             raise InvalidInput("only a stream can be resumed", param="Last-Event-ID")

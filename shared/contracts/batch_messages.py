@@ -54,6 +54,7 @@ class FileClose(Message, frozen=True, kw_only=True):
     file_id: FileId
     abort: bool = False
     expires_after_s: int = 0  # from its creation, where it became known only after the content; 0 = as opened
+    once: str = ""  # id of a request under an Idempotency-Key: a file closed under it before is answered instead
 
 
 class FileGet(Message, frozen=True, kw_only=True):
@@ -137,6 +138,7 @@ class BatchCreate(Message, frozen=True, kw_only=True):
     output_expires_after_s: int = 0
     enqueued_tokens_limit: int = 0  # the tenant's; 0 = none
     models: tuple[str, ...] = ()  # the tenant may use; empty = every one
+    batch_id: BatchId = BatchId("")  # of a request under an Idempotency-Key: a batch that is there already is answered
 
 
 class BatchGet(Message, frozen=True, kw_only=True):

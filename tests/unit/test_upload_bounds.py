@@ -74,6 +74,13 @@ class Service:
         return b.FileAppended(num_bytes=1)
 
 
+async def no_key(*asked: object) -> None:
+    return None
+
+
+NO_KEYS: Any = SimpleNamespace(key_of=no_key)
+
+
 def request(pieces: AsyncIterator[bytes]) -> Request:
     async def receive() -> dict[str, Any]:
         piece = await anext(pieces, None)
@@ -93,14 +100,14 @@ async def test_an_upload_of_a_byte_now_and_then_is_given_up(monkeypatch: pytest.
             yield b"x"
 
     service = Service(body_timeout_s=0.5)
-    answer = await asyncio.wait_for(Files(service).create(request(dripping())), 10)  # type: ignore[arg-type]
+    answer = await asyncio.wait_for(Files(service, NO_KEYS).create(request(dripping())), 10)  # type: ignore[arg-type]
     assert (answer.status_code, service.aborted) == (400, 1)
     assert json.loads(bytes(answer.body))["error"]["code"] == "request_timeout"
 
 
 async def test_a_tenant_has_so_many_uploads_at_once() -> None:
     service, go_on = Service(), asyncio.Event()
-    files = Files(service)  # type: ignore[arg-type]
+    files = Files(service, NO_KEYS)  # type: ignore[arg-type]
 
     async def waiting() -> AsyncIterator[bytes]:
         yield PURPOSE

@@ -2,7 +2,11 @@
 -- Its lines are kept once more until it ends, so the file's bytes count twice until then.
 -- KEYS: job, input file, jobs (sorted set: id by serial), active (set), serial, stored (tenant's bytes)
 -- ARGV: batch id, sealed spec, status, most stored bytes (0 = any), most batches that have not ended (0 = any)
--- Returns 1, 0 when the file is gone, -1 when it would be over the tenant's storage, -2 when there are too many
+-- Returns 1, also when the batch is there already; 0 when the file is gone, -1 when it would be over the tenant's
+-- storage, -2 when there are too many
+if redis.call('HEXISTS', KEYS[1], 'spec') == 1 then
+  return 1
+end
 if redis.call('HGET', KEYS[2], 'state') ~= 'ready' then
   return 0
 end
