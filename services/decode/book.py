@@ -45,6 +45,8 @@ class Book:
         self.held: dict[RequestId, Held] = {}
         self._by_seq: dict[str, tuple[Held, int]] = {}
         self._numbers = itertools.count(1)
+        self._generated = 0  # tokens; told when somebody asks, as each step changes it
+        shell.metrics.before_scrape(lambda: shell.metrics.total(names.GENERATION_TOKENS, self._generated))
 
     def register(self, message: Reserve, grant: Grant, delivery: Delivery) -> Held:
         """Known from here on, so that news that overtakes the planner's answer finds it."""
@@ -86,17 +88,22 @@ class Book:
             if entry is None:
                 continue
             held, number = entry
-            held.choices[number].started_at = update.started_at
+            choice, token_ids = held.choices[number], update.token_ids
+            choice.started_at = update.started_at
             if update.event:
                 changed = True
-                self._moved(held, held.choices[number], update.event)
+                self._moved(held, choice, update.event)
             if update.prompt_logprobs:
                 top = held.reserve.sampling[number].prompt_logprobs
                 self.outbox.scored(held.attempt, number, pack_logprobs(update.prompt_logprobs, top))
-            if update.token_ids:
-                self._count(held, number, len(update.token_ids))
-                held.choices[number].saw(len(update.token_ids), now)
-                self.outbox.tokens(held.attempt, number, update.token_ids, held.packed(number, update.logprobs))
+            if token_ids:
+                if choice.timings.count == 0 and number == 0 and not held.committed:
+                    # a prompt counts once: not again where a request goes on after a loss
+                    self.shell.metrics.inc(names.PROMPT_TOKENS, held.reserve.num_prompt_tokens)
+                self._generated += len(token_ids)
+                choice.saw(len(token_ids), now)
+                logprobs = held.packed(number, update.logprobs) if update.logprobs else b""
+                self.outbox.tokens(held.attempt, number, token_ids, logprobs)
             if any(update.completed):
                 self.shell.tagger.completed(update.seq_id, update.completed, ask=True)
             if update.finish:
@@ -111,13 +118,6 @@ class Book:
         held.span.add_event(event)
         choice.revoked = event == REVOKED
         choice.preemptions += event == PREEMPTED
-
-    def _count(self, held: Held, number: int, num_tokens: int) -> None:
-        """A prompt counts once: with its first token, and not again where a request goes on after a loss."""
-        metrics = self.shell.metrics
-        metrics.inc(names.GENERATION_TOKENS, num_tokens)
-        if number == 0 and held.choices[0].timings.count == 0 and not held.committed:
-            metrics.inc(names.PROMPT_TOKENS, held.reserve.num_prompt_tokens)
 
     def finish(self, held: Held, number: int, update: SequenceUpdate) -> None:
         choice = held.choices[number]

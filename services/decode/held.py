@@ -104,8 +104,8 @@ class Held:
         return "handed_off" if self.sink is not None and self.sink.state in ("waiting", "done") else "local"
 
     def packed(self, number: int, logprobs: Sequence[TokenLogprob]) -> bytes:
-        """A choice's log-probabilities for the wire; nothing when none came."""
-        return pack_logprobs(logprobs, self.reserve.sampling[number].logprobs) if logprobs else b""
+        """A choice's log-probabilities for the wire."""
+        return pack_logprobs(logprobs, self.reserve.sampling[number].logprobs)
 
     def account(self, choice: Choice, totals: Totals) -> Totals:
         """The batcher's totals with the wall time and bytes it does not know.

@@ -49,16 +49,15 @@ class _Choice:
         """Records of tokens[start:sent] and, when it is due, the final."""
         width = len(self.logprobs) // len(self.tokens) if self.logprobs else 0  # bytes a token
         step = max(1, (limit_bytes - RECORD_BYTES) // (4 + width))
-        cuts = list(range(start, self.sent, step)) or [start]
         records = [
             StreamRecord(
                 attempt,
                 choice,
                 self.base + i,
                 pack_tokens(self.tokens[i : min(i + step, self.sent)]),
-                logprobs=bytes(self.logprobs[i * width : min(i + step, self.sent) * width]),
+                logprobs=bytes(self.logprobs[i * width : min(i + step, self.sent) * width]) if width else b"",
             )
-            for i in cuts
+            for i in range(start, max(self.sent, start + 1), step)
         ]
         if start == 0 and self.prompt_logprobs:
             records[0] = msgspec.structs.replace(records[0], prompt_logprobs=bytes(self.prompt_logprobs))
@@ -127,8 +126,9 @@ class StreamOutbox:
         """
         entry = self._get(attempt)
         if entry is not None and token_ids and not entry.choices[choice].finish:
-            entry.choices[choice].tokens.extend(token_ids)
-            entry.choices[choice].logprobs += logprobs
+            held = entry.choices[choice]
+            held.tokens.extend(token_ids)
+            held.logprobs += logprobs
             self._mark(entry, choice)
 
     def scored(self, attempt: Attempt, choice: int, logprobs: bytes) -> None:
@@ -260,7 +260,9 @@ class StreamOutbox:
 
     def _get(self, attempt: Attempt) -> _Entry | None:
         entry = self._entries.get(attempt.request_id)
-        return entry if entry is not None and entry.attempt == attempt else None
+        if entry is None or (entry.attempt is not attempt and entry.attempt != attempt):
+            return None
+        return entry
 
     def _mark(self, entry: _Entry, choice: int) -> None:
         self._dirty.setdefault(entry.ingress, {})[entry.attempt.request_id, choice] = None
