@@ -15,9 +15,10 @@ import msgspec
 
 from shared.contracts.errors import BatonError
 from shared.ingress.choice_output import Piece, ScoredToken
-from shared.ingress.completion_body import Usage, response_id
+from shared.ingress.completion_body import Usage, call_id, response_id
 from shared.ingress.error_body import error_body
 from shared.ingress.logprob_body import FormLogprobs
+from shared.tools.tool_stream import CallStart
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
@@ -45,6 +46,7 @@ class ChunkWriter:
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._chat = kind == "chat"
+        self._request_id = request_id
         head = {
             "id": response_id(kind, request_id),
             "object": "chat.completion.chunk" if self._chat else "text_completion",
@@ -66,9 +68,27 @@ class ChunkWriter:
     def piece(self, piece: Piece) -> bytes:
         """What came of a choice: its text, and its last chunk when it ended."""
         tokens, body = piece.tokens, b""
+        if piece.thoughts:
+            delta = b'"delta":{"reasoning_content":' + _encode(piece.thoughts) + b"}"
+            body, tokens = self._chunk(piece.choice, delta, b"null", tokens), []
         if piece.text:
-            body, tokens = self.delta(piece.choice, piece.text, tokens), []
+            body, tokens = body + self.delta(piece.choice, piece.text, tokens), []
+        if piece.calls:
+            delta = b'"delta":' + _encode({"tool_calls": self._calls(piece)})
+            body, tokens = body + self._chunk(piece.choice, delta, b"null", tokens), []
         return body + self.finish(piece.choice, piece.finish, tokens) if piece.finish else body
+
+    def _calls(self, piece: Piece) -> list[dict[str, Any]]:
+        """News of calls: one entry a call, with id and name where it begins."""
+        entries: dict[int, dict[str, Any]] = {}
+        for news in piece.calls:
+            entry = entries.setdefault(news.index, {"index": news.index, "function": {"arguments": ""}})
+            if isinstance(news, CallStart):
+                entry |= {"id": call_id(self._request_id, piece.choice, news.index), "type": "function"}
+                entry["function"]["name"] = news.name
+            else:
+                entry["function"]["arguments"] += news.text
+        return list(entries.values())
 
     def delta(self, choice: int, text: str, tokens: Sequence[ScoredToken] = ()) -> bytes:
         """A piece of text, with the scores of its tokens."""
@@ -89,9 +109,7 @@ class ChunkWriter:
     def _chunk(self, choice: int, body: bytes, finish: bytes, tokens: Sequence[ScoredToken] = ()) -> bytes:
         index = b'{"index":%d,' % choice
         scores = _encode(self._logprobs(tokens)) if tokens and self._logprobs is not None else b"null"
-        return (
-            self._head + index + body + b',"logprobs":' + scores + b',"finish_reason":' + finish + b"}" + self._tail
-        )
+        return self._head + index + body + b',"logprobs":' + scores + b',"finish_reason":' + finish + b"}" + self._tail
 
 
 def error_frame(error: BatonError) -> bytes:

@@ -1,7 +1,7 @@
 """Grammars as text: what a client asked for, in llguidance's form. Pure; whether one compiles, `compiler` says.
 
-A grammar is JSON of the form `{"grammars": [{"json_schema": …} | {"lark_grammar": …}]}`. Equal requests give equal
-text, so that a digest of it names what was compiled.
+A grammar is JSON of the form `{"grammars": [{"lark_grammar": …}]}`. Equal requests give equal text, so that a digest of
+it names what was compiled.
 
 Whitespace between the tokens of JSON is a space, or a new line with its indent: enough for either way of writing, and
 nothing that a model could repeat for ever.
@@ -35,7 +35,12 @@ def schema_grammar(schema: Mapping[str, Any], field: str) -> str:
     Raises:
         InvalidInput: too large, too deep, or with options of the library in it.
     """
-    return _grammars([{"json_schema": json_schema(schema, field)}], field)
+    return lark_grammar(f"start: {schema_body(schema, field)}", field)
+
+
+def schema_body(schema: Mapping[str, Any], field: str) -> str:
+    """The same as an expression of Lark."""
+    return f"%json {json.dumps(json_schema(schema, field), ensure_ascii=False)}"
 
 
 def json_schema(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -51,11 +56,16 @@ def regex_grammar(pattern: str, field: str) -> str:
 
 def choice_grammar(choices: Sequence[str], field: str) -> str:
     """One of the texts. Raises InvalidInput for none, too many or an empty one."""
+    return lark_grammar(f"start: {choice_body(choices, field)}", field)
+
+
+def choice_body(choices: Sequence[str], field: str) -> str:
+    """The same as an expression of Lark."""
     if not choices or len(choices) > MAX_CHOICES:
         raise InvalidInput(f"{field}: must hold 1 to {MAX_CHOICES} choices", param=field)
     if not all(choices):
         raise InvalidInput(f"{field}: a choice must not be empty", param=field)
-    return lark_grammar(f"start: {' | '.join(map(literal, choices))}", field)
+    return f"({' | '.join(map(literal, choices))})"
 
 
 def lark_grammar(text: str, field: str) -> str:

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from shared.ingress.choice_output import Piece
-from shared.ingress.completion_body import Choice, whole_body
+from shared.ingress.completion_body import Call, Choice, call_id, whole_body
 from shared.ingress.logprob_body import FormLogprobs, chat_logprobs, completion_logprobs
 from shared.ingress.request_group import RequestGroup
 from shared.ingress.session import Session
+from shared.tools.tool_stream import CallArguments, CallStart
 
 Answered = Session | RequestGroup
 
@@ -27,7 +28,7 @@ async def whole_answer(answered: Answered) -> dict[str, Any]:
         raise answered.end.error
     plan = answered.plan
     form = logprobs_of(answered)
-    choices = [_choice(parts, form) for parts in pieces]
+    choices = [_choice(parts, form, answered.request_id) for parts in pieces]
     extra = told_tier(answered) | ({"timings": answered.timings()} if plan.timings else {})
     return whole_body(plan.kind, answered.request_id, plan.model, answered.created, choices, answered.usage(), extra)
 
@@ -49,7 +50,26 @@ def told_tier(answered: Answered) -> dict[str, str]:
     return {"service_tier": ("priority" if asked else "default") if urgent else "flex"}
 
 
-def _choice(parts: list[Piece], form: FormLogprobs | None) -> Choice:
+def _choice(parts: list[Piece], form: FormLogprobs | None, request_id: str) -> Choice:
     tokens = [token for part in parts for token in part.tokens]
     text, finish = "".join(part.text for part in parts), parts[-1].finish
-    return Choice(text, finish, None if form is None else form(tokens))
+    return Choice(
+        text,
+        finish,
+        None if form is None else form(tokens),
+        "".join(part.thoughts for part in parts),
+        _calls(parts, request_id),
+    )
+
+
+def _calls(parts: list[Piece], request_id: str) -> tuple[Call, ...]:
+    news = [piece for part in parts for piece in part.calls]
+    names = {piece.index: piece.name for piece in news if isinstance(piece, CallStart)}
+    return tuple(
+        Call(
+            call_id(request_id, parts[0].choice, index),
+            name,
+            "".join(piece.text for piece in news if isinstance(piece, CallArguments) and piece.index == index),
+        )
+        for index, name in names.items()
+    )

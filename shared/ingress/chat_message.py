@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from shared.ingress.tool_schema import MAX_CALLS, Strict, ToolCall, encodable
 
@@ -37,19 +37,17 @@ class ChatMessage(Strict):
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)] | None = None
     reasoning_content: Annotated[str, AfterValidator(encodable)] | None = None
 
-    @model_validator(mode="after")
-    def _fits_its_role(self) -> ChatMessage:
-        if self.role != "assistant":
-            for name in ("tool_calls", "reasoning_content"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} belongs to messages of the assistant")
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError("tool_call_id belongs to messages of tools")
+    @property
+    def fault(self) -> tuple[str, str] | None:
+        """(field, what is wrong with it) where its role and its fields do not go together."""
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if self.role != role and getattr(self, name) is not None:
+                return name, f"belongs to messages of role {role}"
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message of a tool needs tool_call_id, the id of the call it answers")
+            return "tool_call_id", "is required: the id of the call that is answered"
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is required")
-        return self
+            return "content", "is required"
+        return None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it: a call's arguments are an object, not text."""

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from shared.contracts.logprobs import TokenLogprob
 from shared.ingress.choice_text import ChoiceText
+from shared.ingress.output_form import PLAIN, OutputForm, OutputParser, shown_bytes
 from shared.ingress.request_plan import RequestPlan
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
+from shared.tools.tool_stream import CallArguments, CallStart
 
 
 class ScoredToken(NamedTuple):
@@ -32,6 +34,13 @@ class Piece:
     text: str = ""
     finish: str = ""
     tokens: list[ScoredToken] = field(default_factory=list)
+    thoughts: str = ""
+    calls: list[CallStart | CallArguments] = field(default_factory=list)
+
+    @property
+    def says(self) -> bool:
+        """True when there is anything but an end in it."""
+        return bool(self.text or self.thoughts or self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,11 @@ class ChoiceOutput:
     Args:
         text: the choice's text; it keeps ends where scores are wanted.
         echo: nothing is given before `begin`.
+        form: how the text is read; without it, it is all said.
     """
 
-    def __init__(self, choice: int, text: ChoiceText, *, echo: bool = False) -> None:
+    def __init__(self, choice: int, text: ChoiceText, *, echo: bool = False, form: OutputForm = PLAIN) -> None:
+        self._parser = None if form.is_plain else OutputParser(form)
         self.choice = choice
         self.text = text
         self.unsent_chars = 0
@@ -108,13 +119,29 @@ class ChoiceOutput:
         ends = bool(self._finish) and not self._finish_given
         if self._waits and not ends:
             return None
-        piece = Piece(self.choice, "".join(self._unsent), self._finish if ends else "")
+        piece = self._read("".join(self._unsent), ends)
         self._unsent.clear()
         self.unsent_chars = 0
         self._finish_given |= ends
-        if piece.text or ends:
-            piece.tokens = self._take_tokens()
-        return piece if piece.text or ends else None
+        if not piece.says and not ends:
+            return None
+        piece.tokens = self._take_tokens()
+        return piece
+
+    def _read(self, text: str, ends: bool) -> Piece:
+        finish = self._finish if ends else ""
+        if self._parser is None:
+            return Piece(self.choice, text, finish)
+        parsed = [self._parser.push(text)]
+        if ends:
+            parsed.append(self._parser.finish())
+        return Piece(
+            self.choice,
+            "".join(part.said for part in parsed),
+            finish and self._parser.reason(finish),
+            thoughts="".join(part.thoughts for part in parsed),
+            calls=[call for part in parsed for call in part.calls],
+        )
 
     def _take_tokens(self) -> list[ScoredToken]:
         count = len(self._tokens)
@@ -129,7 +156,7 @@ class ChoiceOutput:
 def new_output(choice: int, plan: RequestPlan, tokenizer: Tokenizer) -> ChoiceOutput:
     """The output of a planned request's choice. The token that ended it shows no text, unless it is to be kept."""
     silent = frozenset() if plan.keep_stop else frozenset(plan.sampling.stop_token_ids)
-    token_bytes = tokenizer.token_bytes
+    token_bytes = shown_bytes(tokenizer, plan.form)
     text = ChoiceText(
         (lambda token_id: b"" if token_id in silent else token_bytes(token_id)) if silent else token_bytes,
         plan.stops,
@@ -137,4 +164,4 @@ def new_output(choice: int, plan: RequestPlan, tokenizer: Tokenizer) -> ChoiceOu
         min_tokens=plan.sampling.min_tokens,
         keep_ends=plan.sampling.logprobs >= 0,
     )
-    return ChoiceOutput(choice, text, echo=plan.echo is not None)
+    return ChoiceOutput(choice, text, echo=plan.echo is not None, form=plan.form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -34,17 +35,46 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
 
+class Call(msgspec.Struct, frozen=True):
+    """A whole call of a tool; `arguments` is JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
 class Choice(msgspec.Struct, frozen=True):
     """One whole output."""
 
     text: str
     finish: str
     logprobs: dict[str, Any] | None = None
+    thoughts: str | None = None
+    calls: tuple[Call, ...] = ()
 
 
 def response_id(kind: str, request_id: str) -> str:
     """The id clients see: the request id with OpenAI's prefix, so that a trace can be found by it."""
     return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id.removeprefix('req-')}"
+
+
+def call_id(request_id: str, choice: int, index: int) -> str:
+    """The id of a call: the same however often the answer is given."""
+    return f"call_{hashlib.blake2b(f'{request_id}|{choice}|{index}'.encode(), digest_size=12).hexdigest()}"
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    content = None if choice.calls and not choice.text else choice.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.thoughts:
+        message["reasoning_content"] = choice.thoughts
+    if choice.calls:
+        message["tool_calls"] = [call.body() for call in choice.calls]
+    return message
 
 
 def whole_body(
@@ -61,7 +91,7 @@ def whole_body(
     for index, choice in enumerate(choices):
         common = {"index": index, "logprobs": choice.logprobs, "finish_reason": choice.finish}
         if kind == "chat":
-            listed.append(common | {"message": {"role": "assistant", "content": choice.text, "refusal": None}})
+            listed.append(common | {"message": _message(choice)})
         else:
             listed.append(common | {"text": choice.text})
     return {

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from shared.contracts.errors import InvalidInput
+from shared.ingress.chat_message import ChatMessage
+from shared.ingress.structure_schema import ResponseFormat, StructuredOutputs
+from shared.ingress.tool_schema import Strict, Tool, ToolChoice, check_tools, encodable
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
@@ -33,16 +36,12 @@ CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "modalities": (None, ["text"]),
     "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "prompt_cache_key": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
     "reasoning_effort": (None,),
-    "response_format": (None, {"type": "text"}),
     "store": (None, False),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
@@ -59,10 +58,7 @@ MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None,),
     "name": (None,),
-    "reasoning_content": (None,),
     "refusal": (None,),
-    "tool_call_id": (None,),
-    "tool_calls": (None, []),
 }
 """The same for the fields of a message; an assistant's own message may be sent back as the client library got it."""
 
@@ -94,7 +90,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise ValueError(f"must hold at most {MAX_STOPS} strings")
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
-    return tuple(_encodable(stop) for stop in stops)
+    return tuple(encodable(stop) for stop in stops)
 
 
 def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -110,7 +106,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         if not value:
             raise ValueError("must not be empty")
-        return _encodable(value)
+        return encodable(value)
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of token ids")
     if not value:
@@ -144,20 +140,6 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(key), float(bias)) for key, bias in value.items()))
 
 
-def _content(value: Any) -> str | list[dict[str, str]]:
-    if isinstance(value, str):
-        return _encodable(value)
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string or a list of text parts")
-    for part in value:
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-            raise ValueError('a part must be {"type": "text", "text": ...}: this model reads only text')
-        if not isinstance(part["text"], str):
-            raise ValueError("the text of a part must be a string")
-        _encodable(part["text"])
-    return value
-
-
 def _or_zero(value: Any) -> Any:
     return 0 if value is None else value
 
@@ -168,33 +150,14 @@ def _metadata(value: Any) -> Any:
     return value
 
 
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("holds half of a surrogate pair, which is not valid Unicode") from None
-    return text
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """`include_usage`: one more chunk with the usage, before `[DONE]`."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class ChatMessage(_Strict):
-    """One message. Content: text, or a list of text parts."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, str]], BeforeValidator(_content)]
-
-
-class _Generation(_Strict):
+class _Generation(Strict):
     model: str = Field(min_length=1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -216,6 +179,7 @@ class _Generation(_Strict):
     ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     timings: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     safety_identifier: str | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
@@ -249,6 +213,10 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def output_limit(self) -> int | None:
@@ -269,6 +237,11 @@ class CompletionRequest(_Generation):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
+    def is_ready(self) -> bool:
+        """True when there is no text to tokenize and no grammar to compile."""
+        return self.structured_outputs is None and not any(isinstance(prompt, str) for prompt in self.prompt)
+
+    @property
     def wanted_logprobs(self) -> int:
         """Most likely tokens wanted beside each; -1: no log-probabilities."""
         return -1 if self.logprobs is None else self.logprobs
@@ -284,6 +257,7 @@ EXTENSIONS = frozenset(
         "min_tokens",
         "repetition_penalty",
         "stop_token_ids",
+        "structured_outputs",
         "timings",
         "top_k",
     }

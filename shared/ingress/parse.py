@@ -35,6 +35,10 @@ def parse_chat(body: bytes) -> ChatRequest:
             for index, message in enumerate(messages)
         ]
     request = _validated(ChatRequest, fields)
+    for index, message in enumerate(request.messages):
+        if (fault := message.fault) is not None:
+            param = f"messages.{index}.{fault[0]}"
+            raise InvalidInput(f"{param}: {fault[1]}", param=param)
     both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise InvalidInput("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import TypeVar
 
 from shared.contracts.errors import ContextExceeded, InvalidInput
-from shared.ingress.openai_schema import ChatRequest, GenerationRequest
+from shared.grammar.compiler import SLOW_S, GrammarCompiler
+from shared.ingress.openai_schema import ChatRequest, CompletionRequest, GenerationRequest
+from shared.ingress.structure import ModelForm, Structure, active_tools, structure_of
 from shared.text.chat_prompt import encode_chat
 from shared.text.chat_template import check_template
 from shared.text.tokenizer import Tokenizer
+from shared.tools.formats import ReasoningSetting, ToolSetting, reads_tools, thinks, tool_format
+from shared.tools.prompt import tell_tools
 
 NUM_THREADS = 2
+PROMPT_END = 16
+"""Tokens at the end of a prompt that tell whether it opened the model's thoughts."""
 SHORT_BODY_BYTES = 64 * 1024
 """A body up to this size is parsed at once: a thread would cost more than it spares."""
 
@@ -26,13 +33,27 @@ class PromptCodec:
 
     Args:
         context: most tokens of prompt and output together.
+        tools: how the model calls tools; auto: as its chat template says.
+        reasoning: whether it thinks aloud first; auto: as its chat template says.
 
     Raises SettingsError for a chat template that does not compile.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: int) -> None:
-        if tokenizer.chat_template is not None:
-            check_template(tokenizer.chat_template)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: int,
+        *,
+        tools: ToolSetting = "auto",
+        reasoning: ReasoningSetting = "auto",
+    ) -> None:
+        template = tokenizer.chat_template
+        if template is not None:
+            check_template(template)
+        special = {text: token.id for text, token in tokenizer.special_tokens.items()}
+        self.form = ModelForm(tool_format(tools, template), thinks(reasoning, template), special)
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         self.tokenizer = tokenizer
         self._context = context
         # a longer text has more tokens than the context, so it need not be tokenized to be refused
@@ -48,23 +69,43 @@ class PromptCodec:
     async def encode(self, request: GenerationRequest) -> list[list[int]]:
         """Each prompt's token ids; a chat has one.
 
-        Raises InvalidInput naming `messages` or `prompt`; ContextExceeded for a text that is far too long.
+        Raises InvalidInput naming `messages` or `prompt`, or what asks for an output that cannot be had;
+        ContextExceeded for a text that is far too long.
         """
-        if not isinstance(request, ChatRequest) and not any(isinstance(prompt, str) for prompt in request.prompt):
+        if isinstance(request, CompletionRequest) and request.is_ready:
             return self.encode_now(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, request)
 
     def encode_now(self, request: GenerationRequest) -> list[list[int]]:
         """As `encode`, on the caller's own thread."""
         if isinstance(request, ChatRequest):
-            return [self._encode_chat(request)]
-        return [self._encode_prompt(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompt]
+            prompts = [self._encode_chat(request)]
+        else:
+            prompts = [self._encode_prompt(p) if isinstance(p, str) else list(p) for p in request.prompt]
+        structure = self.structure(request, prompts[0])
+        if structure.grammar:
+            self._get_compiler().require(structure.grammar, structure.field)
+        return prompts
+
+    def structure(self, request: GenerationRequest, prompt: Sequence[int]) -> Structure:
+        """The form and the grammar of a request's outputs. Raises InvalidInput as `structure_of`."""
+        end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special=False) if self.form.thinks else ""
+        return structure_of(request, self.form, end)
+
+    def _get_compiler(self) -> GrammarCompiler:
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self.tokenizer, slow_s=SLOW_S)
+            return self._compiler
 
     def _encode_chat(self, request: ChatRequest) -> list[int]:
         if self.tokenizer.chat_template is None:
             raise InvalidInput("this model has no chat template; use /v1/completions", param="messages")
-        messages = [message.model_dump() for message in request.messages]
-        return encode_chat(self.tokenizer, messages, now=datetime.now(), max_chars=self._max_chars)
+        messages = [message.for_template() for message in request.messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in active_tools(request)]
+        if not reads_tools(self.tokenizer.chat_template):
+            messages, tools = tell_tools(messages, tools), []
+        return encode_chat(self.tokenizer, messages, now=datetime.now(), tools=tools or None, max_chars=self._max_chars)
 
     def _encode_prompt(self, prompt: str) -> list[int]:
         if len(prompt) > self._max_chars:

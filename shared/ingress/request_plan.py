@@ -11,6 +11,7 @@ from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.contracts.messages import Identity
 from shared.contracts.sampling import SamplingParams
 from shared.ingress.openai_schema import ChatRequest, GenerationRequest
+from shared.ingress.output_form import PLAIN, OutputForm
 from shared.ingress.served_models import ServedModel
 
 DEFAULT_MAX_TOKENS = 1024
@@ -38,6 +39,7 @@ class RequestPlan:
     klass: str = ""  # asked for; policy decides
     tier: str = ""  # the `service_tier` asked for
     timings: bool = False  # the answer tells them
+    form: OutputForm = PLAIN  # how its outputs are read
 
     @property
     def choices(self) -> tuple[SamplingParams, ...]:
@@ -94,6 +96,7 @@ def make_plan(
     if request.min_tokens > max_tokens:
         raise InvalidInput(f"min_tokens: above the {max_tokens} tokens there can be", param="min_tokens")
     defaults, logprobs = model.defaults, request.wanted_logprobs
+    structure = model.codec.structure(request, prompt)
     echo = echo_of(request, prompt, model)
     if echo is not None and (len(prompt) - 1) * (4 + 8 * max(0, logprobs)) > MAX_PROMPT_SCORES:
         raise InvalidInput("logprobs: too many of a prompt this long; ask for fewer", param="logprobs")
@@ -116,6 +119,7 @@ def make_plan(
             min_tokens=request.min_tokens,
             stop_token_ids=request.stop_token_ids,
             logprobs=logprobs,
+            grammar=structure.grammar,
             prompt_logprobs=-1 if echo is None or len(prompt) == 1 else logprobs,
         ),
         stops=request.stop,
@@ -127,6 +131,7 @@ def make_plan(
         klass=CLASS_OF_TIER.get(request.service_tier or "", ""),
         tier=request.service_tier or "",
         timings=bool(request.timings),
+        form=structure.form,
     )
 
 

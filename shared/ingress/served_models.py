@@ -103,7 +103,7 @@ def _load(entry: ModelEntry, env: Mapping[str, str]) -> ServedModel:
         name=entry.name,
         pool=entry.pool,
         context=config.max_positions,
-        codec=PromptCodec(load_tokenizer(folder), config.max_positions),
+        codec=PromptCodec(load_tokenizer(folder), config.max_positions, tools=entry.tools, reasoning=entry.reasoning),
         aliases=entry.aliases,
         defaults=defaults,
         embeddings=config.vocab_size,

@@ -12,6 +12,8 @@ from shared.contracts.errors import SettingsError
 from shared.settings.sections import ModelEntry, Settings
 
 MAX_POOL_CHARS = 40
+_SHORT_FORM = ("name", "path", "dtype", "pool", "generation_config", "tools", "reasoning")
+"""Fields of `[[models]]` that `[model]` has too."""
 
 
 def served_models(settings: Settings) -> tuple[ModelEntry, ...]:
@@ -24,6 +26,8 @@ def served_models(settings: Settings) -> tuple[ModelEntry, ...]:
             dtype=model.dtype,
             pool=model.pool,
             generation_config=model.generation_config,
+            tools=model.tools,
+            reasoning=model.reasoning,
         ),
     )
     return tuple(
@@ -47,9 +51,7 @@ def num_workers(settings: Settings) -> int:
 
 def for_model(settings: Settings, entry: ModelEntry) -> Settings:
     """The settings of a process that serves one model's pool: in the short form, whichever form they had."""
-    model = settings.model.model_copy(
-        update={name: getattr(entry, name) for name in ("name", "path", "dtype", "pool", "generation_config")}
-    )
+    model = settings.model.model_copy(update={name: getattr(entry, name) for name in _SHORT_FORM})
     workers = settings.workers.model_copy(update={"prefill": entry.prefill, "decode": entry.decode})
     kv = settings.kv.model_copy(update={"pool_bytes": entry.pool_bytes})
     engine = settings.engine.model_copy(update={"quant": entry.quant or settings.engine.quant})

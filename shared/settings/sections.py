@@ -10,8 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shared.tools.formats import ReasoningSetting, ToolSetting
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 _DTYPE = "weights and KV; auto: the fastest whose quality passed for the model, see ./baton bench quality"
+_TOOLS = "how it calls tools; auto: as its chat template says, else as Hermes does"
+_REASONING = "whether it thinks between <think> tags first; auto: as its chat template says"
 POOL_PATTERN = r"^[a-z0-9-]{1,40}$"
 Quantization = Literal["none", "int8", "int4", "int4-g64", "int4-g128"]
 """As `kernels.linear.quantize.QUANTS`, which a process without torch cannot ask; a test holds them together."""
@@ -48,6 +52,8 @@ class ModelSettings(Section):
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="sampling when a client names none: the model's own defaults, or the API's"
     )
+    tools: ToolSetting = Field("auto", description=_TOOLS)
+    reasoning: ReasoningSetting = Field("auto", description=_REASONING)
 
 
 class ModelEntry(Section):
@@ -60,6 +66,8 @@ class ModelEntry(Section):
     generation_config: Literal["auto", "none"] = Field(
         "auto", description="sampling when a client names none: the model's own defaults, or the API's"
     )
+    tools: ToolSetting = Field("auto", description=_TOOLS)
+    reasoning: ReasoningSetting = Field("auto", description=_REASONING)
     quant: Quantization | None = Field(None, description="weights of its layers; none: as [engine] says")
     aliases: tuple[str, ...] = Field((), description="other names clients may ask for")
     prefill: int | None = Field(None, ge=0, le=64, description="prefill workers; none: as [workers] says")

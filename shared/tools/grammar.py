@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.grammar.source import ANY_OBJECT, json_schema, literal
+from shared.grammar.source import ANY_OBJECT, literal, schema_body
 from shared.tools.formats import END_THINK, THINK, ToolFormat
 
 MAX_PARALLEL = 16
@@ -49,11 +49,6 @@ def body_grammar(body: str, thoughts: Thoughts | None) -> str:
     if thoughts.inside:
         return f"start: thoughts {body}\nthoughts[lazy]: {_ANY} {end}\n"
     return f"start: (open thoughts)? {body}\nopen: {literal(THINK)}\nthoughts[lazy]: {_ANY} {end}\n"
-
-
-def schema_body(schema: Mapping[str, Any], field: str) -> str:
-    """JSON of a schema as a Lark expression. Raises InvalidInput as `json_schema`."""
-    return f"%json {json.dumps(json_schema(schema, field), ensure_ascii=False)}"
 
 
 def forced_calls(

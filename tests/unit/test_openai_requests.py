@@ -18,6 +18,7 @@ from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.request_plan import make_plan
 from shared.ingress.served_models import ServedModel
+from shared.ingress.structure import Structure
 from shared.model.generation import SamplingDefaults
 
 USER = {"role": "user", "content": "hi"}
@@ -110,8 +111,8 @@ def test_values_that_ask_for_nothing_are_accepted(neutral: dict[str, Any]) -> No
         ("service_tier", "scale"),
         ("timings", 1),
         ("top_logprobs", 3),
-        ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("tools", "f"),
+        ("response_format", {"type": "xml"}),
         ("store", True),
         ("temperature", -0.1),
         ("temperature", 2.1),
@@ -162,9 +163,10 @@ def test_what_does_not_work_is_refused_by_name(field: str, value: Any) -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages.0.content"),
         ({"role": "wizard", "content": "hi"}, "messages.0.role"),
-        ({"role": "tool", "content": "hi", "tool_call_id": "x"}, "messages.0.tool_call_id"),
+        ({"role": "tool", "content": "hi"}, "messages.0.tool_call_id"),
+        ({"role": "user", "content": "hi", "tool_call_id": "x"}, "messages.0.tool_call_id"),
         ({"role": "user", "content": "hi", "name": "Bob"}, "messages.0.name"),
-        ({"role": "assistant", "content": "hi", "tool_calls": [{}]}, "messages.0.tool_calls"),
+        ({"role": "assistant", "content": "hi", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),
         ("hi", "messages.0"),
     ],
 )
@@ -284,7 +286,8 @@ def plan(request: Any, prompt: list[int], identity: Identity = IDENTITY, context
 
 
 def served(context: int = 200, **changes: Any) -> ServedModel:
-    codec = cast(PromptCodec, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=300)))
+    tokenizer = SimpleNamespace(vocab_size=300)
+    codec = cast(PromptCodec, SimpleNamespace(tokenizer=tokenizer, structure=lambda request, prompt: Structure()))
     return ServedModel("tiny-model", "default", context, codec, **changes)
 
 
