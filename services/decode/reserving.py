@@ -70,7 +70,8 @@ def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
             tenant=grant.tenant,
             weight=grant.weight,
             klass=grant.klass,
-            await_kv=bool(message.prefill_worker) and i == 0,
+            await_kv=bool(message.prefill_worker) and i == 0 and sampling.prompt_logprobs < 0,
+            follows="" if i == 0 else held.choices[0].seq_id,
         )
         for i, (choice, sampling) in enumerate(zip(held.choices, message.sampling, strict=True))
     ]

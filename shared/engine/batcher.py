@@ -31,7 +31,7 @@ from shared.engine.sequence import (
     SequenceStatus,
     SequenceUpdate,
 )
-from shared.engine.sequence_blocks import condemn
+from shared.engine.sequence_blocks import condemn, no_tables, num_lent
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.engine.step_time import DEFAULT_MODEL
 from shared.kv.block_pool import BlockCounts, BlockPool, TagEvents
@@ -106,6 +106,7 @@ class Batcher:
         self._policy = make_policy(config.batching, size, config.batch_window_s)
         self._room = BlockRoom(self.pool, self._sequences, lambda seq, event: self._report(seq, event=event))
         self._arrivals = 0
+        self._followers: dict[str, list[Sequence]] = {}  # by whom they wait for
         self._in_flight: deque[StepPlan] = deque()
         self._last_step = 0
         self._updates: list[SequenceUpdate] = []
@@ -132,10 +133,14 @@ class Batcher:
         self._room.require_possible((spec,))
         if self._num_live() >= self.config.max_num_seqs:
             raise NoSlot(f"{self.config.max_num_seqs} sequences are live")
-        tables, num_cached = self._room.admit(spec)
+        leader = self._leader_of(spec)
+        tables, num_cached = self._room.admit(spec) if leader is None else (no_tables(self.pool), 0)
         self._arrivals += 1
         seq = Sequence(spec, self._arrivals, tables, num_cached)
         self._sequences[spec.seq_id] = seq
+        if leader is not None:
+            seq.wait_for(leader)
+            self._followers.setdefault(leader, []).append(seq)
         if spec.compute_only:
             self._zero_tail(seq)
             seq.end_if_computed()
@@ -166,6 +171,7 @@ class Batcher:
         if seq is None or seq.finish or not seq.awaiting_kv:
             return False
         seq.received()
+        self._lend(seq)
         if seq.num_confirmed_tokens > seq.num_cached_tokens:
             self._report(seq)
         return True
@@ -440,6 +446,7 @@ class Batcher:
             self._fail(seq, "the logits were not finite")
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
+            self._lend(seq)
             first_seq, taken = seq.num_output_tokens, seq.append(sampled)
             scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
             self._report(seq, first_seq, taken, logprobs=logprobs[: len(taken)], scored=scored)
@@ -490,6 +497,20 @@ class Batcher:
     def _let_go(self, seq: Sequence) -> None:
         if self._room.let_go(seq):
             del self._sequences[seq.spec.seq_id]
+            for follower in self._followers.pop(seq.spec.seq_id, ()):
+                follower.waits_for = ""  # it computes the prompt itself
+
+    def _leader_of(self, spec: SequenceSpec) -> str | None:
+        """The sequence that is still to compute the prompt of one that follows it."""
+        leader = self._sequences.get(spec.follows)
+        if leader is None or leader.finish or leader.num_confirmed_tokens >= num_lent(self.pool, spec):
+            return None
+        return spec.follows
+
+    def _lend(self, leader: Sequence) -> None:
+        followers = self._followers.get(leader.spec.seq_id)
+        if followers and self._room.lend(leader, followers):
+            del self._followers[leader.spec.seq_id]
 
     def _allowed(self, now: float) -> Collection[str]:
         """Who may run by the batching policy."""

@@ -48,7 +48,7 @@ class BlockRoom:
 
     def require_possible(self, specs: Seq[SequenceSpec]) -> None:
         """Raises NeverFits when the empty pool could not hold each of `specs` to its end, or all of them to begin."""
-        begin = [blocks.to_begin(self._pool, spec, len(spec.token_ids)) for spec in specs]
+        begin = [blocks.to_begin_alone(self._pool, spec) for spec in specs]
         most = max(self._pool.blocks_for(spec.num_slots) for spec in specs)
         for number, group in enumerate(self._pool.groups):
             needed = max(most[number], sum(counts[number] for counts in begin))
@@ -91,12 +91,29 @@ class BlockRoom:
 
     def _returns(self, seq: Sequence) -> bool:
         needed = blocks.to_begin(self._pool, seq.spec, len(seq.tokens))
-        hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, len(seq.tokens) - 1)
+        if seq.lent:
+            hits = self._pool.still_held(seq.lent)
+        else:
+            hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, len(seq.tokens) - 1)
         if not blocks.has_room(self._pool, hits, needed, self._watermark()):
             return False
         num_shared = len(hits[0]) * self._pool.groups[0].block_size
+        began = seq.num_preemptions > 0 or not seq.spec.follows
         seq.return_to(blocks.take(self._pool, hits, needed), num_shared)
-        self._report(seq, RESUMED)
+        if began:
+            self._report(seq, RESUMED)
+        return True
+
+    def lend(self, leader: Sequence, followers: Seq[Sequence]) -> bool:
+        """Let `followers` begin behind the full blocks of a leader's prompt. False: it has not computed them yet."""
+        num_tokens = blocks.num_lent(self._pool, leader.spec)
+        if leader.preempted or leader.num_confirmed_tokens < num_tokens:
+            return False
+        for seq in followers:
+            seq.waits_for = ""
+            seq.lent = tuple(table.first(num_tokens) for table in leader.tables)
+            if not seq.finish:  # without room now it comes back as a preempted one does
+                self._returns(seq)
         return True
 
     def grows(self, seq: Sequence, allowed: Collection[str]) -> bool:
@@ -146,7 +163,8 @@ class BlockRoom:
 
     def _homeless(self) -> list[Sequence]:
         """Preempted sequences, the one to return first in front."""
-        return sorted((seq for seq in self._sequences.values() if seq.preempted and not seq.finish), key=urgency)
+        waiting = (seq for seq in self._sequences.values() if seq.preempted and not (seq.finish or seq.waits_for))
+        return sorted(waiting, key=urgency)
 
     def _watermark(self) -> int:
         """Blocks to keep free in every group: one for each sequence that may come to need it."""

@@ -68,6 +68,7 @@ class SequenceSpec:
     klass: str = CLASSES[0]  # whose blocks are taken last: interactive | analysis | batch
     compute_only: bool = False  # store KV of all token_ids and end; never sample
     await_kv: bool = False  # a hand-off is to come: not runnable until released
+    follows: str = ""  # another sequence with the same prompt: it computes the prompt's full blocks for both
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -177,6 +178,8 @@ class Sequence:
     prefill_s: float = 0.0  # its share, by tokens, of the steps that computed tokens it came with
     decode_s: float = 0.0  # the same for tokens sampled here
     former: tuple[BlockTable, ...] = ()  # of a preempted sequence: what of these is still cached is shared again
+    waits_for: str = ""  # holds no blocks yet: this sequence computes its prompt
+    lent: tuple[BlockTable, ...] = ()  # full blocks of that sequence, to be shared
     urgency: tuple[int, int] = field(init=False)  # for sorting: higher classes first, and in each the oldest
     _ending: frozenset[int] = field(init=False)
     _looks_back: bool = field(init=False)
@@ -212,7 +215,7 @@ class Sequence:
     def status(self) -> SequenceStatus:
         if self.finish:
             return SequenceStatus.FINISHED
-        if self.preempted:
+        if self.preempted and not self.waits_for:
             return SequenceStatus.PREEMPTED
         return SequenceStatus.RUNNING if self.num_scheduled_tokens else SequenceStatus.WAITING
 
@@ -249,7 +252,7 @@ class Sequence:
     def num_waiting_tokens(self) -> int:
         """Tokens known beforehand that this worker has still to compute, as far as can be said: those it came with,
         and after a preemption its output too."""
-        if self.finish or self.awaiting_kv:
+        if self.finish or self.awaiting_kv or self.waits_for:
             return 0
         return max(0, self._catch_up - self.num_computed_tokens)
 
@@ -301,11 +304,15 @@ class Sequence:
         self._reported, self._complete_at = [0] * len(self.tables), 0
         self.leaving, self.preempted = False, True
 
+    def wait_for(self, leader: str) -> None:
+        """Begin without blocks, until `leader` has computed the prompt that both have."""
+        self.preempted, self.waits_for, self.former = True, leader, self.tables
+
     def return_to(self, tables: tuple[BlockTable, ...], num_shared_tokens: int) -> None:
         """Go on in new blocks, of which the first hold [0, num_shared_tokens) already."""
         if not self.started:
             self.num_cached_tokens = self._furthest = num_shared_tokens
-        self.tables, self.former = tables, ()
+        self.tables, self.former, self.lent = tables, (), ()
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_shared_tokens = num_shared_tokens
         self._furthest = max(self._furthest, num_shared_tokens)
         self._reported, self._complete_at = [table.num_shared for table in tables], 0

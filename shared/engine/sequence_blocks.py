@@ -22,6 +22,23 @@ def to_begin(pool: BlockPool, spec: SequenceSpec, num_tokens: int) -> tuple[int,
     return tuple(min(n + 1, m) for n, m in zip(pool.blocks_for(num_tokens), most, strict=True))
 
 
+def to_begin_alone(pool: BlockPool, spec: SequenceSpec) -> tuple[int, ...]:
+    """As `to_begin` of a sequence as it came, without what another one computes for it."""
+    needed = to_begin(pool, spec, len(spec.token_ids))
+    lent = num_lent(pool, spec) if spec.follows else 0
+    return tuple(n - lent // group.block_size for n, group in zip(needed, pool.groups, strict=True))
+
+
+def num_lent(pool: BlockPool, spec: SequenceSpec) -> int:
+    """Leading tokens of a sequence whose KV others with the same tokens may share; they compute the last one."""
+    return pool.aligned(len(spec.token_ids) - 1)
+
+
+def no_tables(pool: BlockPool) -> tuple[BlockTable, ...]:
+    """Tables of a sequence that holds nothing."""
+    return tuple(BlockTable(group.block_size, (), (), num_shared=0) for group in pool.groups)
+
+
 def take(pool: BlockPool, hits: Seq[Seq[int]], needed: Seq[int]) -> tuple[BlockTable, ...]:
     """Tables of `needed` blocks per group that begin with the shared ones of `hits`. There must be room."""
     tables: list[BlockTable] = []

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.ids import BlockGeneration, BlockTag
+from shared.kv.block_table import BlockTable
 from shared.kv.layout import PoolLayout
 
 
@@ -96,17 +97,27 @@ class GroupPool:
             hit.append(block_id)
         return hit
 
+    def still_held(self, block_ids: Sequence[int], generations: Sequence[int]) -> list[int]:
+        """Leading blocks that are of these generations still, trusted, and tagged or held by somebody."""
+        found: list[int] = []
+        for block_id, generation in zip(block_ids, generations, strict=True):
+            block = self._blocks[block_id]
+            if block.generation != generation or block.condemned or (block.tag is None and not block.refcount):
+                break
+            found.append(block_id)
+        return found
+
     def can_take(self, shared: Sequence[int], num_new: int) -> bool:
         """True if `shared` can be referenced and `num_new` blocks allocated besides."""
         pinned = sum(1 for block_id in set(shared) if block_id in self._cached)
         return num_new <= len(self._free) + len(self._cached) - pinned
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to tagged blocks. A shared block is never written."""
+        """Add a reference to full blocks that are tagged or held. A shared block is never written."""
         for block_id in block_ids:
             block = self._blocks[block_id]
-            if block.tag is None:
-                raise ValueError(f"block {block_id} has no tag and cannot be shared")
+            if block.tag is None and not block.refcount:
+                raise ValueError(f"block {block_id} is nobody's and has no tag: it cannot be shared")
             self._cached.pop(block_id, None)
             block.refcount += 1
 
@@ -301,8 +312,24 @@ class BlockPool:
             group.match(group_tags[: max_tokens // group.block_size], token_ids)
             for group, group_tags in zip(self.groups, tags, strict=True)
         ]
+        return self._agreed(hits)
+
+    def still_held(self, tables: Sequence[BlockTable]) -> tuple[list[int], ...]:
+        """Blocks per group of the longest prefix of full blocks that all groups hold still."""
+        return self._agreed(
+            [
+                group.still_held(table.block_ids, table.generations)
+                for group, table in zip(self.groups, tables, strict=True)
+            ]
+        )
+
+    def aligned(self, num_tokens: int) -> int:
+        """The most tokens, at most `num_tokens`, that are full blocks in every group."""
+        return num_tokens // self._step * self._step
+
+    def _agreed(self, hits: Sequence[list[int]]) -> tuple[list[int], ...]:
         shortest = min(len(hit) * group.block_size for hit, group in zip(hits, self.groups, strict=True))
-        num_tokens = shortest // self._step * self._step
+        num_tokens = self.aligned(shortest)
         return tuple(hit[: num_tokens // group.block_size] for hit, group in zip(hits, self.groups, strict=True))
 
     @property

@@ -42,6 +42,11 @@ class BlockTable:
             self.block_size, (*self.block_ids, *block_ids), (*self.generations, *generations), self.num_shared
         )
 
+    def first(self, num_tokens: int) -> BlockTable:
+        """The leading full blocks that hold [0, num_tokens), all of them shared."""
+        count = num_tokens // self.block_size
+        return BlockTable(self.block_size, self.block_ids[:count], self.generations[:count], num_shared=count)
+
     def covering(self, num_tokens: int) -> tuple[int, ...]:
         """Ids of the blocks that hold [0, num_tokens). Raises IndexError when the table is shorter."""
         count = -(-num_tokens // self.block_size)

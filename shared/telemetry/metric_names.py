@@ -288,6 +288,7 @@ PLACEMENTS = Metric(
         "path": PATHS,
         "reason": (
             "estimate",
+            "prompt_logprobs",
             "one_token",
             "cached",
             "running",

@@ -14,6 +14,7 @@ from shared.telemetry.units import count, seconds, size
 
 LOCAL_WORDS = {
     "estimate": "the smaller of both estimates",
+    "prompt_logprobs": "log-probabilities of the prompt are wanted, which only its own worker can tell",
     "one_token": "the prompt is one token, so there is nothing to hand off",
     "cached": "the decode worker holds all of the prompt but its last token",
     "no_prefill_worker": "no prefill worker could begin at once",
