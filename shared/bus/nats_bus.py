@@ -1,6 +1,6 @@
 """The bus over NATS. Foreign exceptions become Baton errors here; nothing above knows nats-py.
 
-Callbacks, not iterators: measured, they carry three to four times the messages. Requests run in tasks, published
+Messages are taken where the client reads them, without its queues and tasks. Requests run in tasks, published
 messages in order on the event loop.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -98,7 +98,7 @@ class NatsBus:
         tasks = RequestTasks()
         raw = message_type is bytes
 
-        async def on_request(msg: Msg) -> None:
+        def on_request(msg: Msg) -> None:
             if not envelope.may_answer(msg.reply, raw):
                 self.stats.undecodable += 1
                 log.warning("request on %s names no service inbox; dropped", msg.subject)
@@ -111,7 +111,7 @@ class NatsBus:
             elif tasks.full:
                 self.stats.refused += 1
                 busy = Overloaded(f"{subject}: too many requests at once", retry_after_s=1.0)
-                await self._reply(msg, *envelope.error_answer(busy, raw))
+                tasks.start(self._reply(msg, *envelope.error_answer(busy, raw)))
             else:
                 tasks.start(self._answer(msg, handler, delivery, raw))
 
@@ -121,15 +121,10 @@ class NatsBus:
     async def subscribe(self, subject: str, message_type: Any, handler: MessageHandler) -> Subscription:
         """Take published messages in order."""
 
-        async def on_message(msg: Msg) -> None:
+        def on_message(msg: Msg) -> None:
             delivery = self._open(msg, message_type)
-            if delivery is None:
-                return
-            try:
+            if delivery is not None:
                 handler(delivery)
-            except Exception:
-                self.stats.handler_failures += 1
-                log.exception("handler of %s failed", msg.subject)
 
         inner = await self._subscribe(subject, "", on_message)
         return self._remember(_Served(inner, RequestTasks()))
@@ -246,10 +241,17 @@ class NatsBus:
         self._subscriptions.append(subscription)
         return subscription
 
-    async def _subscribe(self, subject: str, queue: str, callback: Any) -> NatsSubscription:
+    async def _subscribe(self, subject: str, queue: str, take: Callable[[Msg], None]) -> NatsSubscription:
+        def guarded(msg: Msg) -> None:
+            try:
+                take(msg)
+            except Exception:
+                self.stats.handler_failures += 1
+                log.exception("handler of %s failed", msg.subject)
+
         self._require_connection(subject)
         try:
-            inner = await self._client.subscribe(subject, queue=queue, cb=callback)
+            inner = await self._client.subscribe(subject, queue=queue, future=_AtOnce(guarded))  # type: ignore[arg-type]
             await flush(self._client)
         except nats.errors.Error as exc:
             raise self._mapped(exc, subject) from exc
@@ -276,8 +278,32 @@ class NatsBus:
             log.warning("answer to %s not sent: %r", msg.subject, exc)
 
 
+class _AtOnce:
+    """In the place of a subscription's future: nats-py gives it each message where it reads it.
+
+    A callback would have a queue and a task of its own, which are woken for each message.
+    """
+
+    def __init__(self, take: Callable[[Msg], None]) -> None:
+        self.set_result = take
+
+    def cancelled(self) -> bool:
+        return False
+
+
 class DirectClient(Client):
-    """nats-py's client, with a way past its flusher task, and with headers as tenants like to write them."""
+    """nats-py's client, with ways past its tasks and queues, and with headers as tenants like to write them."""
+
+    async def _init_request_sub(self) -> None:
+        await super()._init_request_sub()
+        for sub in self._subs.values():
+            if sub._cb == self._request_sub_callback:  # it only wakes who asked
+                sub._future = _AtOnce(self._on_reply)  # type: ignore[assignment]
+
+    def _on_reply(self, msg: Msg) -> None:
+        asking = self._resp_map.get(msg.subject[len(self._inbox_prefix) + 24 :])
+        if asking is not None and not asking.done():
+            asking.set_result(msg)
 
     def write(self, subject: str, payload: bytes) -> bool:
         """Give the socket a message without headers. False: others wait before it, or the server takes no more."""
