@@ -8,6 +8,7 @@ would overlook something are not in reach of clients.
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +26,7 @@ MAX_KEPT = 128
 SLOW_S = 0.3
 """Most processor seconds of compiling at the door: what takes longer would hold up others' steps later."""
 _MAX_REASON_CHARS = 300
+_PLACE = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 
 
 class GrammarCompiler:
@@ -61,7 +63,7 @@ class GrammarCompiler:
         if isinstance(found, str):
             raise InvalidInput(f"response_format: {found}", param="response_format")
         with self._lock:
-            return Constraint(found.deep_copy(), self.eos_ids)
+            return Constraint(found.deep_copy(), self.eos_ids, self.vocab_size)
 
     def ids_of(self, texts: Iterable[bytes]) -> list[int]:
         """Ids of the tokens that stand for these bytes, where there are any."""
@@ -145,6 +147,7 @@ class _Vocabulary:
 
 
 def _reason(message: str) -> str:
-    """The library's words on one line; they may quote the grammar, which is the client's own."""
-    words = " ".join(message.replace("<non-verbose/>", "").split())
+    """The library's words on one line, without the place in our text around the client's."""
+    message = _PLACE.sub("", message.replace("<non-verbose/>", ""))
+    words = " ".join(message.split())
     return f"not supported: {words[:_MAX_REASON_CHARS]}"

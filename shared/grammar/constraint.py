@@ -25,9 +25,12 @@ class Constraint:
     Args:
         matcher: a fresh one, this constraint's own.
         eos_ids: tokens that end the output.
+        vocab_size: tokens the grammar knows of.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: Sequence[int]) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: Sequence[int], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_words = -(-vocab_size // 32)
         self._matcher = matcher
         self._eos_ids = tuple(eos_ids)
         self._tokens: list[int] = []
@@ -53,6 +56,8 @@ class Constraint:
     def fill(self, row: Bits) -> None:
         """Write which tokens may come next: bit i % 32 of word i // 32 for token i. [num_words] uint32, contiguous.
 
+        Words behind the vocabulary stay zero.
+
         Raises:
             GrammarFault: none can, or finding out takes too much work.
         """
@@ -62,7 +67,8 @@ class Constraint:
                 raise GrammarFault("the grammar takes too much work")
             self._allow_end(row)
             return
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        own = row[: self._num_words]  # the library takes this size and no other
+        self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
         if self._matcher.is_error():
             raise GrammarFault("the grammar takes too much work")
         if not row.any():
@@ -85,8 +91,10 @@ class Constraint:
             # kept from the matcher, whose way back over it leads one token too far (1.9.1)
             if not self.may_end:
                 raise GrammarFault("it ends before its grammar does")
-        elif token < 0 or self._matcher.validate_tokens([token]) != 1 or not self._matcher.consume_token(token):
+        elif not (0 <= token < self._vocab_size and self._matcher.validate_tokens([token]) == 1):
             raise GrammarFault("a token breaks its grammar")
+        elif not self._matcher.consume_token(token):
+            raise GrammarFault("the grammar takes too much work")
 
     def _roll_back(self, length: int) -> None:
         lost = len(self._tokens) - length - self._ended
