@@ -6,11 +6,12 @@ Standard library only. Pointers are plain addresses: who fills a structure keeps
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_double, c_int, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from typing import Any
 
 DTYPES = ("bfloat16", "float32")
 FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4 = range(3)
+KV_ELEMENTS, KV_INT8 = range(2)
 TO_ELEMENTS, TO_SUM, TO_GATED, TO_FLOATS = range(4)
 EMBEDDING_KINDS = ("float32", "bfloat16", "float16")
 BLOCK = 32
@@ -29,6 +30,7 @@ FAULTS = {
     7: "a row of logits is asked for that is no token's",
     8: "rows of logits asked of a model loaded without its head",
     9: "the pool does not fit the model",
+    10: "a row is sampled in a way that cannot be",
 }
 
 
@@ -94,6 +96,7 @@ class GroupStruct(Structure):
         ("slots", c_void_p),
         ("tables", c_void_p),
         ("table_starts", c_void_p),
+        ("format", c_int64),
     )
 
 
@@ -109,7 +112,42 @@ class StepStruct(Structure):
     )
 
 
-STRUCTURES = (LinearStruct, LayerStruct, ModelStruct, GroupStruct, StepStruct)
+class RowStruct(Structure):
+    _fields_ = (
+        ("seed", c_uint64),
+        ("position", c_uint64),
+        ("top_p", c_double),
+        ("log_min_p", c_double),
+        *((name, c_void_p) for name in ("said", "bias_ids", "bias_values", "allowed")),
+        *((name, c_int64) for name in ("num_said", "num_prompt", "num_biases", "top_k")),
+        *((name, c_float) for name in ("temperature", "repetition", "presence", "frequency")),
+    )
+
+
+class SamplingStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "rows", "tokens")),
+        *((name, c_int64) for name in ("num_rows", "vocab")),
+    )
+
+
+class LogprobsStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "rows", "tokens", "tops", "logprobs", "top_ids")),
+        *((name, c_int64) for name in ("num_wanted", "num_rows", "vocab", "most_top")),
+    )
+
+
+STRUCTURES = (
+    LinearStruct,
+    LayerStruct,
+    ModelStruct,
+    GroupStruct,
+    StepStruct,
+    RowStruct,
+    SamplingStruct,
+    LogprobsStruct,
+)
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -127,6 +165,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     _function(library, "baton_open", c_void_p, c_int64)
     _function(library, "baton_use", None, c_void_p, c_int64)
     _function(library, "baton_close", None, c_void_p)
+    _function(library, "baton_sample", c_int, c_void_p, c_void_p)
+    _function(library, "baton_logprobs_of", c_int, c_void_p, c_void_p)
     for dtype in DTYPES:
         _function(library, f"baton_step_{dtype}", c_int, *[c_void_p] * 3)
         _function(library, f"baton_pack_{dtype}", c_int, *[c_void_p] * 3, *[c_int64] * 5)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,17 +60,34 @@ class Team:
             ValueError: the call refused its arguments; nothing was computed.
             MemoryError: there is no memory for it.
         """
-        function, before = getattr(self.library.functions, f"{name}_{NAMES[dtype]}"), time.thread_time()
-        code = function(self._handle, *arguments)
-        self._called_s += time.thread_time() - before
-        if code == NO_MEMORY:
-            raise MemoryError("no memory for the native kernels")
-        if code:
-            raise ValueError(FAULTS[code])
+        self.call_plain(f"{name}_{NAMES[dtype]}", *arguments)
+
+    def call_plain(self, name: str, *arguments: object) -> None:
+        """As `call`, for a function that knows no elements."""
+        self.prepared(name, *arguments)()
+
+    def prepared(self, name: str, *arguments: object) -> Callable[[], None]:
+        """As `call_plain`, to be called time and again: addresses must stay good, what they hold may change."""
+        function, handle = getattr(self.library.functions, name), self._handle
+
+        def call() -> None:
+            before = time.thread_time()
+            code = function(handle, *arguments)
+            self._called_s += time.thread_time() - before
+            if code:
+                _raise(code)
+
+        return call
 
     def cpu_s(self) -> float:
         """Processor seconds of all calls so far: of callers within them, and of the team's own threads."""
         return self._called_s + sum(map(_thread_cpu_s, self._helpers))
+
+
+def _raise(code: int) -> None:
+    if code == NO_MEMORY:
+        raise MemoryError("no memory for the native kernels")
+    raise ValueError(FAULTS[code])
 
 
 def _thread_ids() -> frozenset[str]:

@@ -35,12 +35,15 @@ typedef struct {
     const float *quick_norms;      /* [blocks of 32][2][32] */
 } baton_model;
 
+enum { KV_ELEMENTS, KV_INT8 };
+
 typedef struct {
-    void *pool; /* elements [num_blocks, num_layers, 2, kv_heads, block_size, head_dim] */
+    void *pool; /* [num_blocks, num_layers, 2, kv_heads, block_size, head_dim] as `format` says, see store_kv/ */
     int64_t num_blocks, num_layers, block_size;
     const int64_t *slots;        /* [num_tokens], -1: not stored */
     const int64_t *tables;       /* block ids of all sequences, one after the other */
     const int64_t *table_starts; /* [num_sequences + 1] */
+    int64_t format;
 } baton_group;
 
 typedef struct {
@@ -54,6 +57,37 @@ typedef struct {
     int64_t *rechecked;                     /* [num_logits] of a quick head: blocks the real one computed; or NULL */
 } baton_step;
 
+/* How a row of logits is sampled: kernels/sampling/__init__.py and adjustment.py say what it means. */
+typedef struct {
+    uint64_t seed, position;
+    double top_p, log_min_p;                /* off: 1, minus infinity */
+    const int64_t *said;                    /* [num_said] tokens, those of the prompt first; repeated as they were */
+    const int64_t *bias_ids;                /* [num_biases], each once */
+    const float *bias_values;
+    const uint32_t *allowed;                /* [ceil(vocab / 32)], bit i % 32 of word i / 32 of token i; or NULL: all */
+    int64_t num_said, num_prompt, num_biases;
+    int64_t top_k;                          /* 0: off */
+    float temperature;                      /* 0: the largest logit */
+    float repetition, presence, frequency;  /* for tokens said */
+} baton_row;
+
+typedef struct {
+    const float *logits; /* [num_rows, vocab] */
+    const baton_row *rows;
+    int64_t *tokens;     /* [num_rows]; -1 where the largest logit, as given or adjusted, is not finite */
+    int64_t num_rows, vocab;
+} baton_sampling;
+
+/* Log-probabilities of the logits as given. */
+typedef struct {
+    const float *logits;         /* [some, vocab], the largest of a row finite */
+    const int64_t *rows, *tokens; /* [num_wanted] row of the logits, and token of it */
+    const int64_t *tops;         /* [num_wanted]: how many of the most likely tokens to tell, at most most_top */
+    double *logprobs;            /* [num_wanted, 1 + most_top]: of the token, then of the most likely */
+    int64_t *top_ids;            /* [num_wanted, most_top], -1 where no more are finite */
+    int64_t num_wanted, num_rows, vocab, most_top;
+} baton_logprobs;
+
 /* What a call says when it did nothing. Python has the words. */
 enum {
     OK = 0,
@@ -66,6 +100,7 @@ enum {
     BAD_LOGIT_ROW = 7,
     NO_HEAD = 8,
     BAD_MODEL = 9,
+    BAD_SAMPLING = 10,
 };
 
 #endif

@@ -26,6 +26,10 @@
  *   to_floats(w) to_ints(v)         int32 to float32, and to the nearest int32, ties to even
  *   load_bytes(p, mask) store_bytes(p, mask, w)  16 int8 and their int32; what does not fit becomes -128 or 127
  *   add_words and_words or_words (a, b), shift_left shift_right (w, bits): of 32 bits, zeros shifted in
+ *   xor_words(a, b)
+ *   wide_product(a, b, high)        the lower 32 bits of a * b, unsigned; the upper ones to *high
+ *   quads(in, out)                  4 words16, each four at a time: out[i] word 4 j + k = in[k] word 4 j + i
+ *   at_least(a, b)                  bit i is set where lane i of a is at least that of b, and neither is NaN
  *   dot_u8s8(sum, u, s)             sum + the four products u8 * s8 in each word: exact, modulo 2^32
  *   dot_u7s8(sum, u, s)             the same for u of at most 127: cheaper where there is no such instruction
  *   transpose(in, out)              16 words16: out[i] word j = in[j] word i

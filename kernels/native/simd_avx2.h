@@ -129,6 +129,41 @@ INLINE words16 and_words(words16 a, words16 b) {
 INLINE words16 or_words(words16 a, words16 b) {
     return (words16){_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)};
 }
+INLINE words16 xor_words(words16 a, words16 b) {
+    return (words16){_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
+}
+INLINE __m256i wide_half(__m256i a, __m256i b, __m256i *high) {
+    const __m256i even = _mm256_mul_epu32(a, b);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), _mm256_srli_epi64(b, 32));
+    *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    return _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+INLINE words16 wide_product(words16 a, words16 b, words16 *high) {
+    const __m256i low = wide_half(a.low, b.low, &high->low);
+    return (words16){low, wide_half(a.high, b.high, &high->high)};
+}
+INLINE void quads_half(__m256i in[4]) {
+    const __m256i a = _mm256_unpacklo_epi32(in[0], in[1]), b = _mm256_unpackhi_epi32(in[0], in[1]);
+    const __m256i c = _mm256_unpacklo_epi32(in[2], in[3]), d = _mm256_unpackhi_epi32(in[2], in[3]);
+    in[0] = _mm256_unpacklo_epi64(a, c);
+    in[1] = _mm256_unpackhi_epi64(a, c);
+    in[2] = _mm256_unpacklo_epi64(b, d);
+    in[3] = _mm256_unpackhi_epi64(b, d);
+}
+INLINE void quads(const words16 in[4], words16 out[4]) {
+    __m256i low[4], high[4];
+    for (int i = 0; i < 4; i++) {
+        low[i] = in[i].low;
+        high[i] = in[i].high;
+    }
+    quads_half(low);
+    quads_half(high);
+    for (int i = 0; i < 4; i++) out[i] = (words16){low[i], high[i]};
+}
+INLINE uint32_t at_least(lanes a, lanes b) {
+    const int low = _mm256_movemask_ps(_mm256_cmp_ps(a.low, b.low, _CMP_GE_OQ));
+    return (uint32_t)(low | _mm256_movemask_ps(_mm256_cmp_ps(a.high, b.high, _CMP_GE_OQ)) << 8);
+}
 INLINE words16 shift_left(words16 w, int bits) {
     return (words16){_mm256_slli_epi32(w.low, bits), _mm256_slli_epi32(w.high, bits)};
 }

@@ -68,6 +68,23 @@ INLINE lanes lanes_of(words16 w) { return _mm512_castsi512_ps(w); }
 INLINE words16 add_words(words16 a, words16 b) { return _mm512_add_epi32(a, b); }
 INLINE words16 and_words(words16 a, words16 b) { return _mm512_and_si512(a, b); }
 INLINE words16 or_words(words16 a, words16 b) { return _mm512_or_si512(a, b); }
+INLINE words16 xor_words(words16 a, words16 b) { return _mm512_xor_si512(a, b); }
+INLINE words16 wide_product(words16 a, words16 b, words16 *high) {
+    const __mmask16 odd = 0xaaaa;
+    const __m512i even = _mm512_mul_epu32(a, b);
+    const __m512i other = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), _mm512_srli_epi64(b, 32));
+    *high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), odd, other);
+    return _mm512_mask_mov_epi32(even, odd, _mm512_slli_epi64(other, 32));
+}
+INLINE void quads(const words16 in[4], words16 out[4]) {
+    const words16 a = _mm512_unpacklo_epi32(in[0], in[1]), b = _mm512_unpackhi_epi32(in[0], in[1]);
+    const words16 c = _mm512_unpacklo_epi32(in[2], in[3]), d = _mm512_unpackhi_epi32(in[2], in[3]);
+    out[0] = _mm512_unpacklo_epi64(a, c);
+    out[1] = _mm512_unpackhi_epi64(a, c);
+    out[2] = _mm512_unpacklo_epi64(b, d);
+    out[3] = _mm512_unpackhi_epi64(b, d);
+}
+INLINE uint32_t at_least(lanes a, lanes b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 INLINE words16 shift_left(words16 w, int bits) { return _mm512_slli_epi32(w, (unsigned)bits); }
 INLINE words16 shift_right(words16 w, int bits) { return _mm512_srli_epi32(w, (unsigned)bits); }
 

@@ -111,6 +111,23 @@ INLINE lanes lanes_of(words16 w) { return EACH(lanes, vreinterpretq_f32_u32(w.q[
 INLINE words16 add_words(words16 a, words16 b) { return EACH(words16, vaddq_u32(a.q[i], b.q[i])); }
 INLINE words16 and_words(words16 a, words16 b) { return EACH(words16, vandq_u32(a.q[i], b.q[i])); }
 INLINE words16 or_words(words16 a, words16 b) { return EACH(words16, vorrq_u32(a.q[i], b.q[i])); }
+INLINE words16 xor_words(words16 a, words16 b) { return EACH(words16, veorq_u32(a.q[i], b.q[i])); }
+INLINE words16 wide_product(words16 a, words16 b, words16 *high) {
+    words16 low;
+    for (int i = 0; i < 4; i++) {
+        const uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(a.q[i]), vget_low_u32(b.q[i])));
+        const uint32x4_t last = vreinterpretq_u32_u64(vmull_high_u32(a.q[i], b.q[i]));
+        low.q[i] = vuzp1q_u32(first, last);
+        high->q[i] = vuzp2q_u32(first, last);
+    }
+    return low;
+}
+INLINE uint32_t at_least(lanes a, lanes b) {
+    const uint32x4_t bit = {1, 2, 4, 8};
+    uint32_t bits = 0;
+    for (int i = 0; i < 4; i++) bits |= vaddvq_u32(vandq_u32(vcgeq_f32(a.q[i], b.q[i]), bit)) << 4 * i;
+    return bits;
+}
 INLINE words16 shift_left(words16 w, int bits) { return EACH(words16, vshlq_u32(w.q[i], vdupq_n_s32(bits))); }
 INLINE words16 shift_right(words16 w, int bits) { return EACH(words16, vshlq_u32(w.q[i], vdupq_n_s32(-bits))); }
 
@@ -172,6 +189,15 @@ INLINE void transpose_four(const uint32x4_t in[4], uint32x4_t out[4]) {
     out[1] = vreinterpretq_u32_u64(vtrn1q_u64(b, d));
     out[2] = vreinterpretq_u32_u64(vtrn2q_u64(a, c));
     out[3] = vreinterpretq_u32_u64(vtrn2q_u64(b, d));
+}
+
+INLINE void quads(const words16 in[4], words16 out[4]) {
+    for (int i = 0; i < 4; i++) {
+        const uint32x4_t from[4] = {in[0].q[i], in[1].q[i], in[2].q[i], in[3].q[i]};
+        uint32x4_t to[4];
+        transpose_four(from, to);
+        for (int j = 0; j < 4; j++) out[j].q[i] = to[j];
+    }
 }
 
 INLINE void transpose(const words16 in[LANES], words16 out[LANES]) {

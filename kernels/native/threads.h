@@ -25,7 +25,7 @@ void team_use(baton_team *team, int threads);
 
 /* Memory of one thread (0 <= thread < size) or of the team (thread = -1), at least `bytes`, aligned to 64; contents are
  * lost when it grows. To be called between runs. NULL: no memory. */
-enum { TEAM_SLOTS = 12 };
+enum { TEAM_SLOTS = 16 };
 void *team_memory(baton_team *team, int thread, int slot, size_t bytes);
 
 /* Run `program` on the threads in use, of at most `phases` phases. Not to be called by two threads at once.

@@ -6,7 +6,10 @@ The Gumbel-max trick (Gumbel 1954; Maddison et al. 2014) makes a draw a pure fun
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +21,13 @@ from kernels.sampling.noise import Floats, gumbel, gumbel_all, uniform
 
 GREEDY_BELOW = 1e-6
 """The noise left at a temperature this low is nothing, while a division by it can pass float32."""
+NO_TOKEN = -1
+"""Drawn from a row whose largest logit, as given or adjusted, is not finite."""
+
+RowLogprobs = tuple[float, list[tuple[int, float]]]
+"""Of one token, and the most likely (token id, log-probability), best first."""
+WantedLogprobs = tuple[int, int, int]
+"""Row of the logits, token id, and how many of the most likely tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +43,8 @@ class RowSampling:
     adjustment: Adjustment | None = None  # done to the logits first
 
 
-def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
-    """One token id per row.
+def sample(logits: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+    """One token id per row, or NO_TOKEN.
 
     Order: adjustment, temperature, then top-k (exactly k survive, ties to the lowest ids), then top-p (the smallest
     set whose mass reaches p, at least one token, ties to the lowest ids), then min-p, then the draw in float32, ties to
@@ -54,8 +64,12 @@ def sample(logits: Tensor, rows: list[RowSampling]) -> list[int]:
 
 
 def _sample_row(logits: Floats, row: RowSampling) -> int:
+    if not math.isfinite(logits.max()):
+        return NO_TOKEN
     if row.adjustment is not None:
         logits = adjust(logits, row.adjustment)
+        if not math.isfinite(logits.max()):
+            return NO_TOKEN
     if row.temperature < GREEDY_BELOW:
         return reference.greedy(logits)
     return reference.sample(logits, row.temperature, row.top_k, row.top_p, row.seed, row.position, row.min_p)
@@ -73,4 +87,49 @@ def greedy_rows(logits: Tensor) -> list[int]:
     return reference.greedy_rows((logits if logits.dtype == torch.float32 else logits.float()).numpy())
 
 
-__all__ = ["Adjustment", "RowSampling", "greedy_rows", "gumbel", "gumbel_all", "row_logprobs", "sample", "uniform"]
+def tell_logprobs(logits: Tensor, wanted: Sequence[WantedLogprobs]) -> list[RowLogprobs]:
+    """Log-probabilities of the logits as given: see `row_logprobs`. Rows must have a finite largest logit.
+
+    Args:
+        logits: as `sample`.
+    """
+    return [row_logprobs(logits[row].to(torch.float32).numpy(), token, top) for row, token, top in wanted]
+
+
+class Sampler(Protocol):
+    """Draws tokens and tells their probabilities, whatever computes it."""
+
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+        """As `sample`."""
+        ...
+
+    def logprobs(self, logits: Tensor, wanted: Sequence[WantedLogprobs]) -> list[RowLogprobs]:
+        """As `tell_logprobs`."""
+        ...
+
+
+class ReferenceSampler:
+    """Computes in numpy, on the calling thread."""
+
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> list[int]:
+        return sample(logits, rows)
+
+    def logprobs(self, logits: Tensor, wanted: Sequence[WantedLogprobs]) -> list[RowLogprobs]:
+        return tell_logprobs(logits, wanted)
+
+
+__all__ = [
+    "Adjustment",
+    "ReferenceSampler",
+    "RowLogprobs",
+    "RowSampling",
+    "Sampler",
+    "WantedLogprobs",
+    "greedy_rows",
+    "gumbel",
+    "gumbel_all",
+    "row_logprobs",
+    "sample",
+    "tell_logprobs",
+    "uniform",
+]

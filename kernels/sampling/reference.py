@@ -26,8 +26,11 @@ def greedy_rows(logits: Floats) -> list[int]:
 def sample(
     logits: Floats, temperature: float, top_k: int, top_p: float, seed: int, position: int, min_p: float = 0.0
 ) -> int:
-    scaled = logits / np.float32(temperature)
-    scaled -= scaled.max()
+    with np.errstate(over="ignore"):
+        scaled = logits / np.float32(temperature)
+        if temperature < 1.0:  # which can take a value past float32
+            np.minimum(scaled, np.finfo(np.float32).max, out=scaled)
+        scaled -= scaled.max()
     ids = survivors(scaled, top_k, top_p, min_p)
     if ids is None:
         ids = np.flatnonzero(scaled >= -_MAX_GAP)

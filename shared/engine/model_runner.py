@@ -79,13 +79,13 @@ class ModelRunner:
             logprobs: Mapping[int, tuple[TokenLogprob, ...]] = {}
             sampled, bad = sample_greedily(logits, plan.sequences, batch.logit_ranges, lost)
         else:
-            bad = _not_finite(logits, batch) | lost
             if self._record_logits is not None:
                 self._record(plan, batch, logits)
             found = NO_MASKS if masks is None else masks.result()
-            bad |= self._report(found)
-            sampled = sample_sequences(logits, plan.sequences, batch.logit_ranges, bad, _tokens(batch), found.bits)
-            logprobs = logprobs_of(logits, plan.sequences, batch.logit_ranges, sampled, bad)
+            bad = lost | self._report(found) | _not_finite(logits, plan, batch)
+            sampler, ranges = self._model.sampler, batch.logit_ranges
+            sampled, bad = sample_sequences(logits, plan.sequences, ranges, bad, _tokens(batch), found.bits, sampler)
+            logprobs = logprobs_of(logits, plan.sequences, ranges, sampled, bad, sampler)
         self._last = {
             sequence.seq_id: tokens for sequence, tokens in zip(plan.sequences, sampled, strict=True) if tokens
         } | {plan.sequences[i].seq_id: () for i in bad}
@@ -136,10 +136,15 @@ def _tokens(batch: ForwardBatch) -> list[list[int]]:
     return [token_ids[first:end].tolist() for first, end in itertools.pairwise(ends)]
 
 
-def _not_finite(logits: Tensor, batch: ForwardBatch) -> frozenset[int]:
-    """Sequences with a row that holds a NaN or an infinity as its largest, as `sample_greedily` finds them.
+def _not_finite(logits: Tensor, plan: StepPlan, batch: ForwardBatch) -> frozenset[int]:
+    """Sequences with a row that holds a NaN or an infinity as its largest, of those with rows that nothing is drawn
+    from: drawing looks for itself.
 
     Minus infinity is a token that cannot be: a fault in one company and none in another would be worse.
     """
-    finite = torch.isfinite(logits.amax(dim=1)).tolist()
-    return frozenset(i for i, span in enumerate(batch.logit_ranges) if not all(finite[row] for row in span))
+    spans = {i: span for i, span in enumerate(batch.logit_ranges) if len(span) > plan.sequences[i].num_sampled}
+    return frozenset(i for i, span in spans.items() if not _are_finite(logits[span.start : span.stop]))
+
+
+def _are_finite(logits: Tensor) -> bool:
+    return bool(torch.isfinite(logits.amax(dim=1)).all())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.sampling import Adjustment, RowSampling, greedy_rows, row_logprobs, sample
+from kernels.sampling import NO_TOKEN, Adjustment, ReferenceSampler, RowSampling, Sampler, WantedLogprobs, greedy_rows
 from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
 from shared.engine.step_plan import ScheduledSequence
@@ -20,6 +20,7 @@ Masks = NDArray[np.uint32]
 """[rows, ceil(vocab_size / 32)]: bit i % 32 of word i // 32 is set for token i."""
 Mask = NDArray[np.uint32]
 """One row of it."""
+REFERENCE = ReferenceSampler()
 
 
 def constrained_rows(
@@ -82,8 +83,11 @@ def sample_sequences(
     skip: frozenset[int],
     tokens: Sequence[Sequence[int]],
     masks: Mapping[int, Masks] = NO_MASKS.bits,
-) -> tuple[tuple[int, ...], ...]:
-    """One token per row that a sequence samples from.
+    sampler: Sampler = REFERENCE,
+) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
+    """One token per row that a sequence samples from, and the indices of sequences that got () for a reason.
+
+    Those are `skip` and the ones with a row whose largest logit, as given or adjusted, is not finite.
 
     Args:
         logits: [num_logit_rows, vocab_size] float32 or float64.
@@ -110,8 +114,10 @@ def sample_sequences(
             rows.append(row_sampling(params, sequence.start + end, adjustment))
         counts.append(len(span))
     picked = logits if len(indices) == logits.shape[0] else logits[indices]
-    drawn = iter(sample(picked, rows))
-    return tuple(tuple(next(drawn) for _ in range(count)) for count in counts)
+    drawn = iter(sampler.sample(picked, rows))
+    sampled = [tuple(next(drawn) for _ in range(count)) for count in counts]
+    bad = {i for i, found in enumerate(sampled) if NO_TOKEN in found}
+    return tuple(() if i in bad else found for i, found in enumerate(sampled)), skip | bad
 
 
 def logprobs_of(
@@ -120,19 +126,23 @@ def logprobs_of(
     ranges: Sequence[range],
     sampled: Sequence[Sequence[int]],
     skip: frozenset[int],
+    sampler: Sampler = REFERENCE,
 ) -> Mapping[int, tuple[TokenLogprob, ...]]:
     """Log-probabilities for the sequences that ask, as `StepOutput` wants them. Arguments as of `sample_sequences`."""
-    found: dict[int, tuple[TokenLogprob, ...]] = {}
+    wanted: list[WantedLogprobs] = []
+    counts: dict[int, int] = {}
     for i, (sequence, span) in enumerate(zip(sequences, ranges, strict=True)):
         top = -1 if sequence.sampling is None else sequence.sampling.logprobs
         if i in skip or (top < 0 and not sequence.scored):
             continue
-        wanted = [(token, sequence.score_top) for token in sequence.scored]
-        wanted += [(token, top) for token in sampled[i]] if top >= 0 else []
-        values = logits[span.start : span.start + len(wanted)].to(torch.float32).numpy()
-        entries = [row_logprobs(values[row], token, count) for row, (token, count) in enumerate(wanted)]
-        found[i] = tuple(TokenLogprob(own, tuple(best)) for own, best in entries)
-    return found
+        asked = [(token, sequence.score_top) for token in sequence.scored]
+        asked += [(token, top) for token in sampled[i]] if top >= 0 else []
+        wanted.extend((span.start + row, token, count) for row, (token, count) in enumerate(asked))
+        counts[i] = len(asked)
+    if not wanted:
+        return {}
+    told = iter([TokenLogprob(own, tuple(best)) for own, best in sampler.logprobs(logits, wanted)])
+    return {i: tuple(itertools.islice(told, count)) for i, count in counts.items()}
 
 
 def sample_greedily(

@@ -23,6 +23,7 @@ from kernels.linear.quantize import NONE, QUANTS, Quant, Unquantizable
 from kernels.native.compiler import NativeUnavailable
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
+from kernels.sampling import ReferenceSampler, Sampler
 from kernels.store_kv import StorePlan, plan_store, store_kv
 from shared.contracts.errors import SettingsError
 from shared.engine.forward_batch import ForwardBatch
@@ -52,6 +53,7 @@ class Model(Protocol):
     dtype: torch.dtype
     kernels: KernelChoice
     quant: Quant
+    sampler: Sampler
 
     def forward(self, batch: ForwardBatch, groups: tuple[LayerGroup, ...], pools: tuple[Tensor, ...]) -> Tensor:
         """As `Decoder.forward`."""
@@ -122,6 +124,7 @@ class Decoder:
         self.dtype = dtype
         self.kernels = kernels
         self.quant = NONE
+        self.sampler: Sampler = ReferenceSampler()
         self._tp = tp
         # As stored: a step looks at few rows, and those are converted then.
         self._embedding = weights.mapped(EMBEDDING)

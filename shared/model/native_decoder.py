@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import KernelChoice
-from kernels.linear.quantize import NONE, Quant
+from kernels.linear.quantize import NONE, Int4Weight, Quant
 from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
 from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape, require_runnable
 from kernels.native.packed import PackedLinear, QuickHead, pack_linear, pack_quick_head
+from kernels.native.sampling import NativeSampler
+from kernels.sampling import Sampler
 from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
 from shared.model.checkpoint import EMBEDDING, HEAD, expected_shapes
@@ -26,8 +28,8 @@ from shared.model.quantization import TensorParallel
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
-Tensors = Callable[[str], Tensor]
-"""A checkpoint's tensors by name; of some only the shape is looked at."""
+Tensors = Callable[[str], Tensor | Int4Weight]
+"""A checkpoint's tensors by name, as they are kept there; of some only the shape is looked at."""
 LayerLinears = tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear]
 """qkv, o, gate and up, down."""
 
@@ -87,6 +89,7 @@ class NativeDecoder:
         self._wants_quick = quick_head and not quant.bits
         require_runnable(dtype, config.head_dim)
         self._team = Team(library, threads)
+        self.sampler: Sampler = NativeSampler(self._team)
         self._shape = Shape(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -103,7 +106,7 @@ class NativeDecoder:
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
         self._norms = [_layer_norms(weights, i) for i in range(config.num_layers)]
         self._final_norm = _copied(weights["model.norm.weight"])
-        self._arena = self._packed(weights.__getitem__, kept, with_head)
+        self._arena = self._packed(weights.kept, kept, with_head)
         self._laid_out = self._lay_out(self._arena, _shapes(config), with_head)
         self._groups: tuple[LayerGroup, ...] = ()
         self._model: NativeModel | None = None
@@ -195,7 +198,7 @@ class NativeDecoder:
 
         def pack(names: list[str], bias: bool = False, gated: bool = False, quant: Quant = self.quant) -> PackedLinear:
             parts = [tensors(f"{name}.weight") for name in names]
-            biases = [tensors(f"{name}.bias") for name in names] if bias else []
+            biases = [_floats(tensors(f"{name}.bias")) for name in names] if bias else []
             return pack_linear(self._team, arena, parts, biases, self.dtype, gated, quant)
 
         layers = []
@@ -209,7 +212,7 @@ class NativeDecoder:
             return _Layout(layers, None, None, arena.used)
         name = EMBEDDING if config.tied_embeddings else HEAD
         head, used = pack([name.removesuffix(".weight")], quant=self.quant.head), arena.used
-        quick = pack_quick_head(self._team, arena, tensors(name), self.dtype) if self._wants_quick else None
+        quick = pack_quick_head(self._team, arena, _floats(tensors(name)), self.dtype) if self._wants_quick else None
         return _Layout(layers, head, quick, used)
 
 
@@ -218,6 +221,10 @@ def _layer_norms(weights: Weights, index: int) -> tuple[Tensor, Tensor]:
     return _copied(weights[f"{prefix}.input_layernorm.weight"]), _copied(
         weights[f"{prefix}.post_attention_layernorm.weight"]
     )
+
+
+def _floats(kept: Tensor | Int4Weight) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.floats()
 
 
 def _shapes(config: ModelConfig) -> Tensors:

@@ -53,6 +53,8 @@ static void arithmetic(lanes a, lanes b, lanes c) {
     put_float(sum_lanes(a));
     put_float(top_lane(a));
     put_float(first_lane(a));
+    const uint32_t bits[2] = {at_least(a, b), at_least(a, a)};
+    put(bits, sizeof bits);
     put_lanes(exponential(a));
     put_lanes(exponential(to_floats(shift_right(bits_of(b), 23)))); /* 0 .. 511 */
     put_lanes(exponential(sub(zeros(), to_floats(shift_right(bits_of(b), 24)))));
@@ -62,11 +64,17 @@ static void words(words16 a, words16 b, words16 c) {
     put_words(add_words(a, b));
     put_words(and_words(a, b));
     put_words(or_words(a, b));
+    put_words(xor_words(a, b));
     put_words(shift_left(a, 5));
     put_words(shift_right(a, 5));
     put_lanes(to_floats(a));
     /* within int32 */
     put_words(to_ints(mul(to_floats(a), fill(0.37f))));
+    words16 high, turned[4];
+    put_words(wide_product(a, b, &high));
+    put_words(high);
+    quads((const words16[]){a, b, c, add_words(a, b)}, turned);
+    for (int i = 0; i < 4; i++) put_words(turned[i]);
     put_words(dot_u8s8(c, a, b));
     put_words(dot_u7s8(c, and_words(a, fill_words(0x7f7f7f7f)), b));
     words16 in[LANES], out[LANES];

@@ -30,13 +30,16 @@ Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
 
 ARITHMETIC = ("add", "sub", "mul", "divide", "fused", "fused_minus", "higher", "lower", "magnitude", "to_whole")
-WORDS = ("add_words", "and_words", "or_words", "shift_left", "shift_right", "to_floats", "to_ints", "dot_u8s8")
+WORDS = ("add_words", "and_words", "or_words", "xor_words", "shift_left", "shift_right", "to_floats", "to_ints")
 LOADS = ("load_part", "load_words_part", "load_bytes", "load_halves", "load_float16", "load_bfloat16")
 SIZES = {
     **dict.fromkeys(ARITHMETIC, 16),
     **dict.fromkeys(("sum_lanes", "top_lane", "first_lane"), 1),
+    "at_least": 2,
     **dict.fromkeys(("exponential", "exponential of 0 .. 511", "exponential of 0 .. -255"), 16),
-    **dict.fromkeys((*WORDS, "dot_u7s8"), 16),
+    **dict.fromkeys((*WORDS, "wide_product", "wide_product high"), 16),
+    "quads": 64,
+    **dict.fromkeys(("dot_u8s8", "dot_u7s8"), 16),
     "transpose": 256,
     **dict.fromkeys((*LOADS, "keep", "higher_part"), 16),
     **dict.fromkeys(("store_part", "store_words_part", "store_bytes", "store_halves"), 32),
@@ -125,6 +128,10 @@ def edges(values: NDArray[Any], count: NDArray[np.int64]) -> Words:
     return out.view(np.uint32)
 
 
+def lane_bits(lanes: NDArray[np.bool_]) -> Words:
+    return (lanes.astype(np.uint32) << np.arange(LANES, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)[:, None]
+
+
 @cache
 def no_warnings() -> None:
     np.seterr(all="ignore")
@@ -154,6 +161,11 @@ def expected(given: NDArray[np.uint8]) -> dict[str, Words]:
         "add_words": a + b,
         "and_words": a & b,
         "or_words": a | b,
+        "xor_words": a ^ b,
+        "wide_product": a * b,
+        "wide_product high": (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(np.uint32),
+        "quads": np.stack((a, b, c, a + b), axis=1).reshape(ROUNDS, 4, 4, 4).transpose(0, 3, 2, 1).reshape(ROUNDS, 64),
+        "at_least": np.concatenate((lane_bits(x >= y), lane_bits(x >= x)), axis=1),
         "shift_left": a << np.uint32(5),
         "shift_right": a >> np.uint32(5),
         "to_floats": bits(ints.astype(np.float32)),
