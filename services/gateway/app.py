@@ -35,6 +35,7 @@ from services.gateway.keyed import Keyed, PlansOf
 from services.gateway.observe import Observer
 from services.gateway.opening import open_plans
 from services.gateway.service import GatewayService
+from services.gateway.token_routes import TokenRoutes
 from shared.contracts.errors import BatonError, Cancelled
 from shared.contracts.messages import Identity
 from shared.ingress.error_body import as_baton_error
@@ -73,6 +74,7 @@ class Door:
         self.files = Files(service, self.keyed)
         self.batches = Batches(service, self.keyed)
         self.observer = Observer(service)
+        self.tokens = TokenRoutes(service)
 
     # ------------------------------------------------------------------------------------------ generation
 
@@ -222,6 +224,7 @@ def build_app(door: Door) -> ASGIApp:
     door.files.add_to(app)
     door.batches.add_to(app)
     door.observer.add_to(app)
+    door.tokens.add_to(app)
     ConsoleFiles().add_to(app)
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -45,6 +45,14 @@ class Cluster:
         """True if a pool's tokens may be made up."""
         return any(beat.fake for beat, _ in self._workers.values() if beat.pool == pool)
 
+    def made_of(self, pool: str) -> dict[str, list[str]]:
+        """What a pool's live workers compute: digests of weights, and ids of kernels and number formats."""
+        beats = [beat for beat, _ in self._workers.values() if beat.pool == pool]
+        return {
+            "weights": sorted({beat.model_digest for beat in beats if beat.model_digest}),
+            "kernels": sorted({beat.numerics for beat in beats if beat.numerics}),
+        }
+
     def body(self, now: float) -> dict[str, Any]:
         """What was heard lately; `age_s`: since the beat.
 

@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def parse_chat(body: bytes) -> ChatRequest:
     """The chat request in a body. Raises InvalidInput naming the field."""
-    fields = drop_neutral(_json_object(body), CHAT_NEUTRAL)
+    fields = drop_neutral(json_object(body), CHAT_NEUTRAL)
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [
@@ -50,7 +50,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """The completion request in a body. Raises InvalidInput naming the field."""
-    request = _validated(CompletionRequest, drop_neutral(_json_object(body), COMPLETIONS_NEUTRAL))
+    request = _validated(CompletionRequest, drop_neutral(json_object(body), COMPLETIONS_NEUTRAL))
     if request.best_of is not None and request.best_of != request.choices:
         raise InvalidInput("best_of: only the value of n is supported", param="best_of")
     if request.choices * len(request.prompt) > MAX_CHOICES:
@@ -61,7 +61,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def parse_as(model: type[Model], body: bytes) -> Model:
     """A body that is a JSON object, as `model`. Raises InvalidInput naming the field."""
-    return _validated(model, _json_object(body))
+    return _validated(model, json_object(body))
 
 
 def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
@@ -71,7 +71,8 @@ def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
         raise InvalidInput("timings: a stream tells them with its usage; set include_usage", param="timings")
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
+    """A body that is a JSON object of valid text. Raises InvalidInput."""
     # NaN and Infinity pass here, so that the parameter which holds them can be named
     try:
         value = json.loads(body.decode("utf-8"))

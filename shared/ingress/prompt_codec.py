@@ -98,6 +98,10 @@ class PromptCodec:
                 self._compiler = GrammarCompiler(self.tokenizer, slow_s=SLOW_S)
             return self._compiler
 
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special ones left out."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokenizer.decode, token_ids)
+
     def _encode_chat(self, request: ChatRequest) -> list[int]:
         if self.tokenizer.chat_template is None:
             raise InvalidInput("this model has no chat template; use /v1/completions", param="messages")
