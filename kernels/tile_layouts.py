@@ -3,6 +3,9 @@
 rows     [block_size, head_dim], plain: what torch and Triton read
 lanes16  keys [block_size / 16][words of a head][16], values [block_size / pack][head_dim][pack], where a word is 32
          bits and holds `pack` elements: what the native kernels read (store_kv/cpu_kernel.h)
+
+Of 8-bit integers every (layer, K|V, head, token) has a scale of its own, float32: [layers, 2, heads, block_size] of
+them stand behind all tiles of a block.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 ROWS, LANES16 = "rows", "lanes16"
 LEAST_BLOCK = {ROWS: 1, LANES16: 16}
 """Fewest tokens of a block, by layout."""
+SCALE_BYTES = 4
+"""Of one vector's scale, where elements are 8-bit integers."""
 _LANES, _WORD_BYTES = 16, 4
 
 
@@ -25,7 +30,7 @@ def tokens_of_bytes(layout: str, block_size: int, head_dim: int, item_bytes: int
     if layout != LANES16:
         raise ValueError(f"tile layout {layout!r} is none of {', '.join(LEAST_BLOCK)}")
     pack = _WORD_BYTES // item_bytes
-    if item_bytes not in (2, 4) or block_size % _LANES or head_dim % pack:
+    if item_bytes not in (1, 2, 4) or block_size % _LANES or head_dim % pack:
         raise ValueError(
             f"{layout} holds no blocks of {block_size} tokens of {head_dim} elements of {item_bytes} bytes"
         )

@@ -13,6 +13,10 @@ from torch import Tensor
 from kernels.native.compiler import NativeUnavailable
 from kernels.native.cpu import LEVELS, NEEDED, VARIABLE, machine_level
 from kernels.native.library import NativeLibrary, Team, open_library
+from kernels.store_kv.reference import dequantize, quantize
+from kernels.tile_layouts import LANES16
+from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.pool import pool_views
 from shared.model.fetch import cache_dir
 
 _BEST = machine_level({})
@@ -78,17 +82,55 @@ class Guarded:
         assert self._all[len(self._all) - self.GUARD :].isnan().all()
 
 
+class GuardedIntegers:
+    """A pool of 8-bit integers, one layer, that was never written, as `Guarded` is one of elements: scales are NaN.
+
+    Args:
+        shape: [num_blocks, 1, 2, kv_heads, block_size, head_dim].
+    """
+
+    def __init__(self, *shape: int) -> None:
+        num_blocks, _, _, kv_heads, block_size, head_dim = shape
+        group = LayerGroup("full", (0,), kv_heads, head_dim, block_size, "int8", LANES16)
+        layout = PoolLayout((group,), (num_blocks,))
+        guard = 4 * Guarded.GUARD
+        self._all = torch.full((layout.total_bytes + 2 * guard,), 0xFF, dtype=torch.uint8)
+        self._guards = (self._all[:guard], self._all[guard + layout.total_bytes :])
+        (self.tensor,) = pool_views(self._all[guard : guard + layout.total_bytes], layout)
+
+    def check(self) -> None:
+        assert all(guard.eq(0xFF).all() for guard in self._guards)
+
+
+def scales_of(pool: Tensor) -> Tensor:
+    """The scales behind the blocks of a pool of integers: [num_blocks, num_layers, 2, kv_heads, block_size] float32."""
+    num_blocks, layers, _, kv_heads, block_size, head_dim = pool.shape
+    whole = torch.empty(0, dtype=torch.float32).set_(pool.untyped_storage())  # type: ignore[call-overload]
+    vectors = layers * 2 * kv_heads * block_size
+    shape = (num_blocks, layers, 2, kv_heads, block_size)
+    strides = (pool.stride(0) // 4, 2 * kv_heads * block_size, kv_heads * block_size, block_size, 1)
+    return whole.as_strided(shape, strides, (pool.storage_offset() + vectors * head_dim) // 4)
+
+
 def put_token(pool: Tensor, block: int, offset: int, k: Tensor, v: Tensor) -> None:
     """One token's keys and values, [kv_heads, head_dim] each, into the first layer of a pool in `lanes16`."""
     keys, values = _token_of(pool, block, offset)
+    if pool.dtype == torch.int8:
+        (k, key_scales), (v, value_scales) = quantize(k), quantize(v)
+        scales_of(pool)[block, 0, :, :, offset] = torch.stack((key_scales, value_scales))
+        k = k ^ -128  # bytes less 128
     keys.copy_(k.view(keys.shape))
     values.copy_(v)
 
 
 def token_at(pool: Tensor, block: int, offset: int) -> tuple[Tensor, Tensor]:
-    """What `put_token` put there."""
+    """What `put_token` put there; of integers, what they stand for."""
     keys, values = _token_of(pool, block, offset)
-    return keys.reshape(values.shape).clone(), values.clone()
+    k, v = keys.reshape(values.shape).clone(), values.clone()
+    if pool.dtype == torch.int8:
+        scales = scales_of(pool)[block, 0, :, :, offset]
+        return dequantize(k ^ -128, scales[0]), dequantize(v, scales[1])
+    return k, v
 
 
 def _token_of(pool: Tensor, block: int, offset: int) -> tuple[Tensor, Tensor]:

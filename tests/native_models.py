@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape, Ste
 from kernels.native.packed import PackedLinear, pack_linear, packed_bytes
 from kernels.rotary import rotary_table
 from kernels.rotary.frequencies import plain
-from tests.native import Guarded, put_token
+from tests.native import Guarded, GuardedIntegers, put_token, token_at
 
 
 def rand(seed: int, *shape: int) -> Tensor:
@@ -67,14 +68,32 @@ def make_plan(
     return StepArrays(model, tokens, place, cumulated, lens, nothing, [group], [pool], torch.empty(0, 8))
 
 
-class Cache:
-    """A pool of NaN between guards, with one sequence's random keys and values in scattered blocks."""
+def guarded_pool(model: NativeModel, num_blocks: int, block_size: int, integers: bool) -> Guarded | GuardedIntegers:
+    """A pool of one layer that was never written."""
+    shape = (num_blocks, 1, 2, model.shape.kv_heads, block_size, model.shape.head_dim)
+    return GuardedIntegers(*shape) if integers else Guarded(*shape, dtype=model.dtype)
 
-    def __init__(self, model: NativeModel, seq_len: int, block_size: int = 32, seed: int = 0, others: int = 3) -> None:
+
+class Cache:
+    """A pool of NaN between guards, with one sequence's random keys and values in scattered blocks.
+
+    Args:
+        integers: the pool holds them as 8-bit integers.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        seq_len: int,
+        block_size: int = 32,
+        seed: int = 0,
+        others: int = 3,
+        integers: bool = False,
+    ) -> None:
         shape, dtype = model.shape, model.dtype
         self.model = model
         num_blocks = -(-seq_len // block_size)
-        self.guarded = Guarded(num_blocks + others, 1, 2, shape.kv_heads, block_size, shape.head_dim, dtype=dtype)
+        self.guarded = guarded_pool(model, num_blocks + others, block_size, integers)
         self.pool = self.guarded.tensor
         self.table = random.Random(seed).sample(range(len(self.pool)), num_blocks)
         self.k, self.v = (rand(seed + i, seq_len, shape.kv_heads, shape.head_dim).to(dtype) for i in (10, 20))
@@ -90,10 +109,60 @@ class Cache:
         self.guarded.check()
         return result
 
+    def _stored(self) -> tuple[Tensor, Tensor]:
+        """What the pool's integers stand for: [T, KV, D] keys and values."""
+        places = ((self.table[p // self.pool.shape[4]], p % self.pool.shape[4]) for p in range(len(self.k)))
+        keys, values = zip(*(token_at(self.pool, *place) for place in places), strict=True)
+        return torch.stack(keys), torch.stack(values)
+
     def textbook(self) -> Tensor:
         """[T, H, D] in float64."""
         repeats = self.q.shape[1] // self.k.shape[1]
-        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (self.k, self.v))
+        stored = self._stored() if self.pool.dtype == torch.int8 else (self.k, self.v)
+        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in stored)
         scores = torch.einsum("thd,shd->hts", self.q.double(), k) * self.model.shape.scale
         future = torch.ones(len(k), len(k), dtype=torch.bool).triu(1)
         return torch.einsum("hts,shd->thd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+
+
+class Shared:
+    """Sequences over one pool: each begins with the blocks of another one up to some length, and goes on with its own.
+
+    Args:
+        lengths: (tokens shared with the sequence `of`, `of`, tokens in all) of each sequence.
+        integers: the pool holds them as 8-bit integers.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        lengths: Sequence[tuple[int, int, int]],
+        block_size: int = 32,
+        integers: bool = False,
+    ) -> None:
+        shape, dtype = model.shape, model.dtype
+        blocks = sum(-(-length // block_size) for _, _, length in lengths)
+        self.model = model
+        self.guarded = guarded_pool(model, blocks + 1, block_size, integers)
+        self.pool = self.guarded.tensor
+        self.tables: list[list[int]] = []
+        self.lengths = [length for _, _, length in lengths]
+        free = itertools.count()
+        for i, (shared, of, length) in enumerate(lengths):
+            assert shared % block_size == 0
+            table = self.tables[of][: shared // block_size] if i else []
+            table += [next(free) for _ in range(len(table), -(-length // block_size))]
+            k, v = (rand(seed + i, length, shape.kv_heads, shape.head_dim).to(dtype) for seed in (100, 200))
+            for position in range(shared if i else 0, length):
+                put_token(self.pool, table[position // block_size], position % block_size, k[position], v[position])
+            self.tables.append(table)
+        self.q = rand(300, max(self.lengths), shape.q_heads, shape.head_dim).to(dtype)
+
+    def attend(self, steps: Sequence[tuple[int, int]], model: NativeModel | None = None) -> list[Tensor]:
+        """Attention of the last `rows` tokens of each (sequence, rows), in one step."""
+        model = model or self.model
+        places = [(self.lengths[i] - rows, rows) for i, rows in steps]
+        plan = make_plan(model, self.pool, places, [self.tables[i] for i, _ in steps])
+        result = model.attention(torch.cat([self.q[first : first + rows] for first, rows in places]), plan)
+        self.guarded.check()
+        return list(result.split([rows for _, rows in steps]))

@@ -3,8 +3,13 @@
 
 static int power_of_two(int64_t n) { return n > 0 && !(n & (n - 1)); }
 
-static int check_group(const baton_step *step, const baton_group *group) {
+/* Sums of MOST_INTEGERS products of a 16-bit and an 8-bit integer fit 32 bits: see attention/cpu_integers.h. */
+enum { MOST_INTEGERS = 512 };
+
+static int check_group(const baton_model *model, const baton_step *step, const baton_group *group) {
     if (!power_of_two(group->block_size) || group->block_size < 16 || group->num_blocks < 1) return BAD_MODEL;
+    if (group->format != KV_ELEMENTS && group->format != KV_INT8) return BAD_MODEL;
+    if (group->format == KV_INT8 && model->head_dim > MOST_INTEGERS) return BAD_MODEL;
     for (int64_t i = 0; i < step->num_tokens; i++)
         if (group->slots[i] < -1 || group->slots[i] >= group->num_blocks * group->block_size) return BAD_SLOT;
     for (int64_t i = 0; i < step->num_sequences; i++) {
@@ -54,7 +59,7 @@ int check_step(const baton_model *model, const baton_step *step) {
         if (check_linear(&layer->gate_up) || check_linear(&layer->down)) return BAD_MODEL;
     }
     for (int64_t i = 0; i < step->num_groups; i++) {
-        const int code = check_group(step, &step->groups[i]);
+        const int code = check_group(model, step, &step->groups[i]);
         if (code) return code;
     }
     return OK;

@@ -12,10 +12,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.native.abi import BLOCK, EMBEDDING_KINDS, GroupStruct, LayerStruct, LinearStruct, ModelStruct, StepStruct
+from kernels.native.abi import (
+    BLOCK,
+    EMBEDDING_KINDS,
+    KV_ELEMENTS,
+    KV_INT8,
+    GroupStruct,
+    LayerStruct,
+    LinearStruct,
+    ModelStruct,
+    StepStruct,
+)
 from kernels.native.compiler import NativeUnavailable
 from kernels.native.library import NAMES, Team
 from kernels.native.packed import PackedLinear, QuickHead
+from kernels.tile_layouts import SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +168,8 @@ class NativeModel:
             cu_seqlens: [num_seqs + 1] running sum of query lengths.
             seq_lens: [num_seqs] tokens visible to the last row of each sequence.
             logit_rows: [num_logit_rows] int64.
-            pools: per group [num_blocks, num_layers, 2, kv_heads, block_size, head_dim], contiguous, the model's dtype.
+            pools: per group [num_blocks, num_layers, 2, kv_heads, block_size, head_dim], contiguous, of the model's
+                dtype; or int8, every block with its scales behind it, as `shared.kv.pool.Pool.views` has them.
 
             top_only: the caller looks for the largest logits alone. With a quick head, tokens that cannot be the
                 largest then have minus infinity; those that can, the bits they have otherwise.
@@ -302,9 +314,13 @@ def _places(numbers: _Numbers, group: GroupPlan, num_tokens: int, num_seqs: int)
 def _group_struct(model: NativeModel, pool: Tensor, addresses: Sequence[int]) -> GroupStruct:
     num_blocks, num_layers, two, kv_heads, block_size, head_dim = pool.shape
     assert (two, kv_heads, head_dim) == (2, model.shape.kv_heads, model.shape.head_dim), pool.shape
-    assert pool.dtype == model.dtype, (pool.dtype, model.dtype)
-    assert pool.is_contiguous()
-    return GroupStruct(pool.data_ptr(), num_blocks, num_layers, block_size, *addresses)
+    assert pool.dtype in (model.dtype, torch.int8), (pool.dtype, model.dtype)
+    kv_format = KV_INT8 if pool.dtype == torch.int8 else KV_ELEMENTS
+    scales = SCALE_BYTES if kv_format == KV_INT8 else 0  # of a vector, behind the block's tiles
+    vectors = num_layers * 2 * kv_heads * block_size
+    assert pool[0].is_contiguous()
+    assert pool.stride(0) * pool.itemsize == vectors * (head_dim * pool.itemsize + scales), pool.stride()
+    return GroupStruct(pool.data_ptr(), num_blocks, num_layers, block_size, *addresses, kv_format)
 
 
 def _layer_struct(layer: NativeLayer) -> LayerStruct:

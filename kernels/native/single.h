@@ -63,7 +63,7 @@ int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_s
     const NAME(rotation) rotation = {qkv, model->rotary, step->positions, group->slots,
                                      NAME(layer_tiles)(model, group, index),
                                      (model->q_heads + 2 * model->kv_heads) * model->head_dim,
-                                     model->q_heads, model->kv_heads};
+                                     model->q_heads};
     return NAME(run_single)(team, step->num_tokens, NAME(rotation_item), &rotation);
 }
 
@@ -82,7 +82,7 @@ static void NAME(attention_program)(void *argument, baton_team *team, int thread
     NAME(attention) attention = all->attention;
     for (long i = all->first; i < all->last; i++) {
         attention.pool = NAME(layer_tiles)(all->model, &all->step->groups[0], i);
-        const long items = all->plan->num_units * attention.kv_heads;
+        const long items = all->plan->num_units * attention.pool.kv_heads;
         team_phase(team, thread, i - all->first, items, NAME(attention_item), &attention);
     }
 }

@@ -87,15 +87,22 @@ static void NAME(pick_item)(const void *argument, long i, int thread) {
     memcpy(run->qkv + i * run->qkv_stride, run->heads + row * run->heads_stride, (size_t)width * sizeof(element));
 }
 
-static NAME(tiles_of_layer) NAME(layer_tiles)(const baton_model *model, const baton_group *group, long index) {
-    const long head = group->block_size * model->head_dim, layer = 2 * model->kv_heads * head;
-    return (NAME(tiles_of_layer)){
-        .base = (element *)group->pool + index * layer,
-        .block_stride = group->num_layers * layer,
+static tiles_of_layer NAME(layer_tiles)(const baton_model *model, const baton_group *group, long index) {
+    const int integers = group->format == KV_INT8;
+    const long vector = model->head_dim * (integers ? 1 : (long)sizeof(element)), head = group->block_size * vector;
+    const long layer = 2 * model->kv_heads * head, tiles = group->num_layers * layer;
+    const long scales = integers ? 2 * model->kv_heads * group->block_size * (long)sizeof(float) : 0;
+    return (tiles_of_layer){
+        .base = (char *)group->pool + index * layer,
+        .scales = (char *)group->pool + tiles + index * scales,
+        .block_stride = tiles + group->num_layers * scales,
         .head_stride = head,
         .value_offset = model->kv_heads * head,
+        .vector_bytes = vector,
         .head_dim = model->head_dim,
+        .kv_heads = model->kv_heads,
         .block_shift = __builtin_ctzll((unsigned long long)group->block_size),
+        .format = (int)group->format,
     };
 }
 
@@ -103,9 +110,8 @@ static void NAME(rotate_and_store)(NAME(run) *run, const baton_layer *layer) {
     const baton_model *model = run->model;
     const baton_step *step = run->step;
     const baton_group *group = &step->groups[layer->group];
-    const NAME(rotation) rotation = {run->qkv,         model->rotary,  step->positions, group->slots,
-                                     NAME(layer_tiles)(model, group, layer->index), run->qkv_stride,
-                                     model->q_heads,   model->kv_heads};
+    const NAME(rotation) rotation = {run->qkv,        model->rotary, step->positions, group->slots,
+                                     NAME(layer_tiles)(model, group, layer->index), run->qkv_stride, model->q_heads};
     NAME(all)(run, step->num_tokens, NAME(rotation_item), &rotation);
 }
 
@@ -119,7 +125,6 @@ static NAME(attention) NAME(attention_of)(const baton_model *model, const baton_
         .ended = plan->ended,
         .partials = partials,
         .team = team,
-        .kv_heads = model->kv_heads,
         .group = model->q_heads / model->kv_heads,
         .scale = (float)(model->scale * M_LOG2E),
     };

@@ -9,8 +9,8 @@ typedef struct {
     element *qkv; /* [tokens, stride]: query heads and key heads, which are rotated in place, value heads */
     const float *table; /* [positions, 2, head_dim]: cos, then sin with the sign of its half */
     const int64_t *positions, *slots; /* [tokens]; a slot of -1: not stored */
-    NAME(tiles_of_layer) pool;
-    long stride, q_heads, kv_heads;
+    tiles_of_layer pool;
+    long stride, q_heads;
 } NAME(rotation);
 
 /* Rotate a head in place. */
@@ -29,12 +29,12 @@ static void NAME(rotation_item)(const void *argument, long token, int thread) {
     (void)thread;
     const NAME(rotation) *p = argument;
     const long d = p->pool.head_dim, slot = p->slots[token];
-    element *q = p->qkv + token * p->stride, *k = q + p->q_heads * d, *v = k + p->kv_heads * d;
+    element *q = p->qkv + token * p->stride, *k = q + p->q_heads * d, *v = k + p->pool.kv_heads * d;
     const float *cosine = p->table + p->positions[token] * 2 * d, *sine = cosine + d;
     for (long h = 0; h < p->q_heads; h++) NAME(rotate)(q + h * d, cosine, sine, d);
     if (slot < 0) return;
-    for (long h = 0; h < p->kv_heads; h++) NAME(rotate)(k + h * d, cosine, sine, d);
-    NAME(store_token)(&p->pool, slot, p->kv_heads, k, v);
+    for (long h = 0; h < p->pool.kv_heads; h++) NAME(rotate)(k + h * d, cosine, sine, d);
+    NAME(store_token)(&p->pool, slot, k, v);
 }
 
 #endif

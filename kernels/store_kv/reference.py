@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_TOP = 1e-30
+"""What the largest magnitude of a quantized vector is at least taken for: its scale's inverse would not be finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
@@ -40,3 +43,23 @@ def store_kv(kv: Tensor, pool: Tensor, plan: StorePlan) -> None:
     rows = kv if plan.rows is None else kv.index_select(0, plan.rows)
     by_slot = pool.permute(0, 3, 1, 2, 4)  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
     by_slot.index_put_((plan.blocks, plan.offsets), rows)
+
+
+def quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors as 8-bit integers with a scale each, as a pool of int8 keeps them.
+
+    Args:
+        vectors: [..., head_dim], any float dtype.
+
+    Returns:
+        [..., head_dim] int8, and [...] float32 that they are multiplied by: NaN where an element is no finite number.
+    """
+    x = vectors.float()
+    top = x.abs().amax(-1).clamp(min=LEAST_TOP) + (x * 0).sum(-1)
+    integers = (x * (127 / top)[..., None]).round().nan_to_num(-127).clamp(-127, 127)
+    return integers.to(torch.int8), top / 127
+
+
+def dequantize(integers: Tensor, scales: Tensor) -> Tensor:
+    """What `quantize` made of vectors: [..., head_dim] float32."""
+    return integers.float() * scales[..., None]

@@ -13,6 +13,9 @@ from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
 from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape
 from kernels.native.packed import PackedLinear, pack_linear, packed_bytes
+from kernels.tile_layouts import LANES16
+from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.pool import pool_views
 from shared.model.config import ModelConfig
 from shared.model.rope_table import rope_table
 
@@ -26,11 +29,16 @@ _MOST_INTERMEDIATE, _MOST_VOCAB = 2048, 512
 class NativeCheck:
     """One random layer of a model's shape.
 
+    Args:
+        kv_dtype: "int8", or "" for KV as the model computes.
+
     Raises:
         NativeUnavailable: the system gives no threads.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, library: NativeLibrary, quant: Quant = NONE) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, library: NativeLibrary, quant: Quant = NONE, kv_dtype: str = ""
+    ) -> None:
         self._shape = Shape(
             hidden=config.hidden_size,
             intermediate=min(config.intermediate_size, _MOST_INTERMEDIATE),
@@ -41,7 +49,7 @@ class NativeCheck:
             eps=config.rms_norm_eps,
             scale=config.scale,
         )
-        self._dtype, self._quant = dtype, quant
+        self._dtype, self._quant, self._kv_dtype = dtype, quant, kv_dtype
         self._generator = torch.Generator().manual_seed(0)
         self._rotary = rope_table(config.rope, config.head_dim, max(_SEQ_LEN, config.max_positions), dtype)
         shape, size = self._shape, config.head_dim
@@ -88,8 +96,12 @@ class NativeCheck:
 
     def _pool(self) -> Tensor:
         """One layer's pool of twice the blocks the sequence needs, never written."""
-        shape = (2 * self._num_blocks, 1, 2, self._shape.kv_heads, _BLOCK_SIZE, self._shape.head_dim)
-        return torch.full(shape, float("nan"), dtype=self._dtype)
+        kv_dtype = self._kv_dtype or str(self._dtype).removeprefix("torch.")
+        heads, size = self._shape.kv_heads, self._shape.head_dim
+        group = LayerGroup("full", (0,), heads, size, _BLOCK_SIZE, kv_dtype, LANES16)
+        layout = PoolLayout((group,), (2 * self._num_blocks,))
+        never = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)  # NaN, whatever elements or scales are
+        return pool_views(never, layout)[0]
 
     def _steps(self, model: NativeModel, pool: Tensor, chunks: tuple[int, ...]) -> Tensor:
         """Logits of every position, computed in such steps."""

@@ -55,11 +55,17 @@ class SelfCheck:
 
 
 @torch.inference_mode()
-def run_self_check(config: ModelConfig, dtype: torch.dtype, kernels: KernelChoice, quant: Quant = NONE) -> SelfCheck:
-    """Check the operations in the model's own shapes (the head's width shortened). Takes under two seconds."""
+def run_self_check(
+    config: ModelConfig, dtype: torch.dtype, kernels: KernelChoice, quant: Quant = NONE, kv_dtype: str = ""
+) -> SelfCheck:
+    """Check the operations in the model's own shapes (the head's width shortened). Takes under two seconds.
+
+    Args:
+        kv_dtype: how KV is kept, if not as the model computes: native kernels' alone.
+    """
     start = time.perf_counter()
     if kernels.native is not None:
-        difference = NativeCheck(config, dtype, kernels.native, quant).difference()
+        difference = NativeCheck(config, dtype, kernels.native, quant, kv_dtype).difference()
         check = Check("native step", difference is None, difference or "")
         return SelfCheck((check,), time.perf_counter() - start)
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,8 @@
 
 A *block* is one contiguous span holding all layers' K and V of one layer group for `block_size` tokens, in outer order
 `[num_blocks, num_layers, 2, num_kv_heads, tile]`. The element order inside a (layer, K|V, head) tile is private to
-`kernels/` and named by `tile_layout`; everybody else treats a span as opaque bytes.
+`kernels/` and named by `tile_layout`; everybody else treats a span as opaque bytes. Of 8-bit integers, a float32 scale
+of every token's vector, `[num_layers, 2, num_kv_heads, block_size]`, stands at the span's tail.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from kernels.tile_layouts import SCALE_BYTES
+
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+INT8 = "int8"
+"""The dtype whose vectors have scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +34,25 @@ class LayerGroup:
     @property
     def span_bytes(self) -> int:
         """Bytes of one block: the unit of allocation, sharing, hand-off and digest."""
-        tile = self.block_size * self.head_dim * ITEM_BYTES[self.dtype]
-        return len(self.layers) * 2 * self.num_kv_heads * tile
+        return self.tiles_bytes + self.scales_bytes
+
+    @property
+    def tiles_bytes(self) -> int:
+        """Bytes of a span without its scales."""
+        return self._vectors * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of the scales at a span's tail."""
+        return self._vectors * SCALE_BYTES if self.dtype == INT8 else 0
+
+    @property
+    def _vectors(self) -> int:
+        return len(self.layers) * 2 * self.num_kv_heads * self.block_size
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes one token takes in this group: 2 * L * H_kv * d * b."""
+        """KV bytes one token takes in this group: 2 * L * H_kv * (d * b + scale)."""
         return self.span_bytes // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:

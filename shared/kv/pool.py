@@ -22,7 +22,7 @@ from torch import Tensor
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.ids import WorkerId, is_id
 from shared.kv.huge_pages import HugeMapping
-from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.layout import PoolLayout
 from shared.kv.pool_file import SUFFIX, make_locked
 
 _WIPE_BYTES = 1 << 20
@@ -45,8 +45,10 @@ class Pool:
         return self._bytes[offset : offset + self.layout.groups[group].span_bytes]
 
     def views(self) -> tuple[Tensor, ...]:
-        """Per group a contiguous tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-        return tuple(self._view(i, group) for i, group in enumerate(self.layout.groups))
+        """Per group a tensor [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]: contiguous, but that a
+        block of 8-bit integers has its scales behind it."""
+        data = torch.frombuffer(self._map.view(), dtype=torch.uint8)  # kept by the tensors: the mapping goes last
+        return pool_views(data, self.layout)
 
     def zero_blocks(self, group: int, ids: Iterable[int]) -> None:
         """Overwrite blocks with zeros: what a purge does."""
@@ -74,16 +76,16 @@ class Pool:
     ) -> None:
         self.close()
 
-    def _view(self, index: int, group: LayerGroup) -> Tensor:
-        num_blocks = self.layout.num_blocks[index]
+
+def pool_views(data: Tensor, layout: PoolLayout) -> tuple[Tensor, ...]:
+    """Per group the blocks of a pool's bytes, as `Pool.views`. `data`: [layout.total_bytes] uint8."""
+    views = []
+    for i, (group, num_blocks) in enumerate(zip(layout.groups, layout.num_blocks, strict=True)):
+        first = layout.group_offset(i)
+        spans = data[first : first + num_blocks * group.span_bytes].view(num_blocks, group.span_bytes)
         shape = (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
-        flat = torch.frombuffer(
-            self._map.view(),  # kept by the tensor: the mapping cannot go before it
-            dtype=getattr(torch, group.dtype),
-            count=num_blocks * group.span_bytes // getattr(torch, group.dtype).itemsize,
-            offset=self.layout.group_offset(index),
-        )
-        return flat.view(shape)
+        views.append(spans[:, : group.tiles_bytes].view(getattr(torch, group.dtype)).unflatten(1, shape[1:]))
+    return tuple(views)
 
 
 def create_pool(folder: Path, worker_id: WorkerId, layout: PoolLayout) -> Pool:

@@ -173,9 +173,12 @@ def zero_rest(span: memoryview, group: LayerGroup, valid_tokens: int) -> None:
     if valid_tokens >= group.block_size:
         return
     tokens = _tokens_of_tiles(group)
-    tiles = np.frombuffer(span, dtype=np.uint8).reshape(-1, 2, group.num_kv_heads, tokens.shape[1])
+    whole = np.frombuffer(span, dtype=np.uint8)
+    tiles = whole[: group.tiles_bytes].reshape(-1, 2, group.num_kv_heads, tokens.shape[1])
     for kind in range(2):
         tiles[:, kind, :, tokens[kind] >= valid_tokens] = 0
+    if group.scales_bytes:
+        whole[group.tiles_bytes :].view(np.float32).reshape(-1, group.block_size)[:, valid_tokens:] = 0
 
 
 def owner_lives(folder: Path, name: str) -> bool:

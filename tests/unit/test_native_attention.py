@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.native.library import Team
-from kernels.native.model import NativeModel
-from tests.native import DTYPES, LEVEL_NAMES, Guarded, put_token, team_of
-from tests.native_models import Cache, make_model, make_plan, rand
+from tests.native import DTYPES, LEVEL_NAMES, team_of
+from tests.native_models import Cache, Shared, make_model, make_plan
 
 HEADS = [(4, 2, 16), (3, 3, 32), (14, 2, 64), (7, 1, 48), (8, 1, 80), (5, 5, 96), (2, 2, 128), (9, 3, 20), (13, 1, 256)]
 
@@ -113,42 +110,6 @@ def test_a_query_that_is_not_a_number_gives_none(team: Team) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ shared prefixes
-
-
-class Shared:
-    """Sequences over one pool: each begins with the blocks of another one up to some length, and goes on with its own.
-
-    Args:
-        lengths: (tokens shared with the sequence `of`, `of`, tokens in all) of each sequence.
-    """
-
-    def __init__(self, model: NativeModel, lengths: Sequence[tuple[int, int, int]], block_size: int = 32) -> None:
-        shape, dtype = model.shape, model.dtype
-        blocks = sum(-(-length // block_size) for _, _, length in lengths)
-        self.model = model
-        self.guarded = Guarded(blocks + 1, 1, 2, shape.kv_heads, block_size, shape.head_dim, dtype=dtype)
-        self.pool = self.guarded.tensor
-        self.tables: list[list[int]] = []
-        self.lengths = [length for _, _, length in lengths]
-        free = itertools.count()
-        for i, (shared, of, length) in enumerate(lengths):
-            assert shared % block_size == 0
-            table = self.tables[of][: shared // block_size] if i else []
-            table += [next(free) for _ in range(len(table), -(-length // block_size))]
-            k, v = (rand(seed + i, length, shape.kv_heads, shape.head_dim).to(dtype) for seed in (100, 200))
-            for position in range(shared if i else 0, length):
-                put_token(self.pool, table[position // block_size], position % block_size, k[position], v[position])
-            self.tables.append(table)
-        self.q = rand(300, max(self.lengths), shape.q_heads, shape.head_dim).to(dtype)
-
-    def attend(self, steps: Sequence[tuple[int, int]], model: NativeModel | None = None) -> list[Tensor]:
-        """Attention of the last `rows` tokens of each (sequence, rows), in one step."""
-        model = model or self.model
-        places = [(self.lengths[i] - rows, rows) for i, rows in steps]
-        plan = make_plan(model, self.pool, places, [self.tables[i] for i, _ in steps])
-        result = model.attention(torch.cat([self.q[first : first + rows] for first, rows in places]), plan)
-        self.guarded.check()
-        return list(result.split([rows for _, rows in steps]))
 
 
 PREFIXES = [
