@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.answers import error_response, internal_response
+from services.gateway.answers import error_response
 from services.gateway.auth import KEY_NEEDED, key_hash
 from services.gateway.service import GatewayService
-from shared.contracts.errors import BatonError, Unauthenticated
+from shared.contracts.errors import BatonError, Internal, Unauthenticated
 from shared.contracts.ids import new_request_id
+from shared.contracts.messages import Identity
 from shared.ingress.request_metrics import count_refused
 
 log = logging.getLogger("baton.gateway")
@@ -25,6 +26,9 @@ PUBLIC = frozenset({"/", "/health", "/ready"})
 PUBLIC_UNDER = "/console"
 MAX_ECHO_CHARS = 128
 REQUEST_ID = b"x-request-id"
+
+_Known = tuple[Identity, bytes]
+"""Whose key it is, and the key's hash."""
 
 
 class Front:
@@ -39,28 +43,40 @@ class Front:
             await self._app(scope, receive, send)
             return
 
-        def sending(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                message["headers"] = _with_request_id(scope, message.get("headers", ()))
-            return send(message)
+        known: _Known | None = None
 
-        if not is_public(scope["path"]) and (refusal := await self._refusal(scope)) is not None:
-            await refusal(scope, receive, sending)
-            return
+        def sending(message: Message) -> Awaitable[None]:
+            return send(message) if message["type"] != "http.response.start" else start(message)
+
+        async def start(message: Message) -> None:
+            headers = _with_request_id(scope, message.get("headers", ()))
+            if known is not None:
+                limits = await self._service.rate_limits(*known)
+                headers += [(name.encode(), value.encode()) for name, value in limits.items()]
+            message["headers"] = headers
+            await send(message)
+
+        if not is_public(scope["path"]):
+            try:
+                known = await self._known(scope)
+            except BatonError as error:
+                await error_response(error)(scope, receive, sending)
+                return
         await self._app(scope, receive, sending)
 
-    async def _refusal(self, scope: Scope) -> ASGIApp | None:
+    async def _known(self, scope: Scope) -> _Known:
+        """Who asks. Raises BatonError."""
         client = scope.get("client")
         try:
-            await self._service.authenticate(key_hash(Headers(scope=scope)), client[0] if client else "")
+            hashed = key_hash(Headers(scope=scope))
+            return await self._service.authenticate(hashed, client[0] if client else ""), hashed
         except BatonError as exc:
             error = Unauthenticated(KEY_NEEDED) if isinstance(exc, Unauthenticated) else exc
             count_refused(self._service.ingress.metrics, error)
-            return error_response(error)
-        except Exception:
+            raise error from exc
+        except Exception as exc:
             log.exception("a key could not be checked")
-            return internal_response({})
-        return None
+            raise Internal("internal error") from exc
 
 
 def _with_request_id(scope: Scope, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -138,6 +139,21 @@ class GatewayService:
         self._identities.put(key_hash, identity, asked, changes)
         self._guesses.on_good(key_hash, asked)
         return identity
+
+    async def rate_limits(self, identity: Identity, key_hash: bytes) -> dict[str, str]:
+        """Headers that tell what is left of the tenant's limits a minute; none where it has none.
+
+        Policy is asked if it did not just say so, and if it does not answer, its last word is told.
+        """
+        if not identity.limits.requests_per_minute and not identity.limits.tokens_per_minute:
+            return {}
+        quotas = self.ingress.quotas
+        told = quotas.headers(identity.tenant, self._clock())
+        if told is None:
+            with suppress(BatonError):
+                await self._ask_identity(key_hash)
+            told = quotas.headers(identity.tenant, self._clock(), math.inf)
+        return told or {}
 
     async def open(
         self,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from services.policy.ledger import Booked, compute_name
-from services.policy.quota import Verdict
+from services.policy.quota import MINUTE_US, Verdict
 from shared.contracts import messages as m
 from shared.contracts.grants import Limits
 from shared.contracts.ids import IngressId, RequestId, TenantId
+from shared.contracts.quota import Quota
 from shared.store.redis_store import RedisStore
 
 LEDGER_ROW_S = 90 * 86400
@@ -25,7 +27,7 @@ def _script(name: str) -> str:
     return (_LUA / "bucket.lua").read_text() + (_LUA / f"{name}.lua").read_text()
 
 
-_RESERVE, _RELEASE, _SETTLE = _script("reserve"), _script("release"), _script("settle")
+_RESERVE, _RELEASE, _SETTLE, _PEEK = (_script(name) for name in ("reserve", "release", "settle", "peek"))
 
 
 class Accounts:
@@ -52,14 +54,20 @@ class Accounts:
         ttl_us: int,
         now_us: int = 0,
         ingress: IngressId = NOBODY,
-    ) -> tuple[Verdict, float]:
-        """As `quota.reserve`; the verdict, and when it was given (Redis time, unix seconds).
+    ) -> tuple[Verdict, float, Quota]:
+        """As `quota.reserve`; the verdict, when it was given (Redis time, unix seconds), and what is used now.
 
         `ingress`: who holds the request, for `held_by`.
         """
         arguments = (*_head(now_us, limits), reservation_id, tokens, ttl_us, ingress)
-        reason, retry_us, at_us = await self._redis.script(_RESERVE, self._quota_keys(tenant), arguments)
-        return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6
+        found = await self._redis.script(_RESERVE, self._quota_keys(tenant), arguments)
+        reason, retry_us, at_us, *used = found
+        return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6, _quota(tenant, limits, used)
+
+    async def used(self, tenant: TenantId, limits: Limits, now_us: int = 0) -> Quota:
+        """What a tenant has used of its limits a minute."""
+        found = await self._redis.script(_PEEK, self._quota_keys(tenant), _head(now_us, limits))
+        return _quota(tenant, limits, found)
 
     async def release(self, tenant: TenantId, limits: Limits, reservation_id: str, now_us: int = 0) -> None:
         """Let go of a hold whose request never ran. The request itself stays counted."""
@@ -120,6 +128,18 @@ class Accounts:
 
     def _quota_keys(self, tenant: TenantId) -> list[str]:
         return [self._key(tenant, what) for what in ("bucket", "holds", "expiry")]
+
+
+def _quota(tenant: TenantId, limits: Limits, used: Sequence[bytes]) -> Quota:
+    requests, tokens, held = (int(part) for part in used)
+    return Quota(
+        tenant,
+        limits.requests_per_minute,
+        limits.tokens_per_minute,
+        requests / MINUTE_US,
+        tokens / MINUTE_US,
+        held,
+    )
 
 
 def _head(now_us: int, limits: Limits) -> tuple[int, int, int]:

@@ -99,9 +99,12 @@ class PolicyService:
         try:
             async with self._turns:
                 tenant, key = await self._owner(delivery.message.key_hash)
+                found = identity(tenant, key, self._defaults.limits, self._defaults.max_tokens)
+                if not found.limits.requests_per_minute and not found.limits.tokens_per_minute:
+                    return found
+                return msgspec.structs.replace(found, quota=await self._accounts.used(tenant.id, found.limits))
         except Unauthenticated as error:
             return m.Refusal(error=to_wire(error))
-        return identity(tenant, key, self._defaults.limits, self._defaults.max_tokens)
 
     async def admit(self, delivery: Delivery) -> m.Granted | m.Refusal:
         """Grant or refuse. Raises Unavailable when Redis does not answer, or when the asker has gone."""
@@ -184,19 +187,20 @@ class PolicyService:
         klass = admission.check(ask, tenant, limits)
         terms, tokens, reservation = self._defaults.terms, admission.reserved_tokens(ask), str(ask.request_id)
         ttl_us = int((terms.budget_s[klass] + terms.margin_s) * 1e6)
-        verdict, now_s = await self._accounts.reserve(
+        verdict, now_s, used = await self._accounts.reserve(
             tenant.id, limits, reservation, tokens, ttl_us, ingress=ask.ingress_id
         )
         if verdict.reason != quota.OK:
             error, never = admission.refusal(verdict, limits)
-            return _refused(span, error, never)
+            return msgspec.structs.replace(_refused(span, error, never), quota=used)
         try:
             _in_time(delivery)
         except Unavailable:
             # Nobody waits for this grant any more, so nobody would settle it.
             await self._accounts.release(tenant.id, limits, reservation)
             raise
-        return self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, terms), span)
+        granted = self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, terms), span)
+        return msgspec.structs.replace(granted, quota=used)
 
     async def _decide_for_tenant(self, ask: m.AdmitTenant, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:
         _in_time(delivery)

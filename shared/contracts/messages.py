@@ -36,6 +36,7 @@ from shared.contracts.parts import (
     StreamRecord,
     Totals,
 )
+from shared.contracts.quota import Quota
 from shared.contracts.sampling import SamplingParams
 
 
@@ -44,6 +45,7 @@ class Refusal(Message, frozen=True, kw_only=True):
 
     error: ErrorInfo
     never: bool = False  # no retry anywhere can help (for example: larger than the pool)
+    quota: Quota | None = None  # of the tenant that was refused, where policy knows it
 
 
 # ---------------------------------------------------------------------------------------------- policy
@@ -65,6 +67,7 @@ class Identity(Message, frozen=True, kw_only=True):
     limits: Limits = Limits()
     version: int = 0
     models: tuple[str, ...] = ()  # it may use; empty = every one
+    quota: Quota | None = None  # of a tenant with limits a minute
 
 
 class Admit(Message, frozen=True, kw_only=True):
@@ -101,6 +104,7 @@ class Granted(Message, frozen=True, kw_only=True):
 
     grant: SignedGrant
     default_max_tokens: int = 0  # the tenant's, of a request that names none; told in answer to AdmitTenant
+    quota: Quota | None = None  # this request included; not told in answer to AdmitTenant
 
 
 class Settle(Message, frozen=True, kw_only=True):

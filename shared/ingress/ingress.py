@@ -32,6 +32,7 @@ from shared.contracts.messages import (
     FinalAcked,
     GatewayBeat,
     Granted,
+    Identity,
     Placed,
     PlacementRefused,
     Refusal,
@@ -42,6 +43,7 @@ from shared.contracts.messages import (
 )
 from shared.ingress.config import IngressConfig
 from shared.ingress.liveness import Liveness
+from shared.ingress.quotas import Quotas
 from shared.ingress.request_metrics import read_in_flight
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModels
@@ -70,6 +72,7 @@ class Ingress:
     Attributes:
         sessions: requests in flight, by id.
         draining: no new requests.
+        quotas: what policy last told of tenants' limits.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Ingress:
         self.metrics.before_scrape(self._read_metrics)
         self.sessions: dict[RequestId, Session] = {}
         self.liveness = Liveness(config.alive_s)
+        self.quotas = Quotas()
         self.draining = False
         self._drained = False
         self._bus = bus
@@ -229,7 +233,10 @@ class Ingress:
     async def ask_policy(self, subject: str, message: msgspec.Struct, reply_type: Any) -> Any:
         """policy's answer. Raises what its refusal says, or Unavailable when it does not answer."""
         reply = await self._bus.request(subject, message, reply_type, timeout_s=self.config.hop_timeout_s)
-        self.liveness.heard_service("policy", self._clock())
+        now = self._clock()
+        self.liveness.heard_service("policy", now)
+        if isinstance(reply, Identity | Granted | Refusal) and reply.quota is not None:
+            self.quotas.tell(reply.quota, now)
         if isinstance(reply, Refusal):
             raise from_wire(reply.error)
         return reply

@@ -191,7 +191,7 @@ async def test_records_end_are_counted_and_can_be_purged(store: Store, monkeypat
 
 async def reserve(store: Store, request_id: str, who: IngressId, tokens: int = 100) -> None:
     await store.records.change_tenant(T, lambda old: old, create=True)
-    verdict, _ = await store.accounts.reserve(T, LIMITS, request_id, tokens, 600_000_000, ingress=who)
+    verdict, _, _ = await store.accounts.reserve(T, LIMITS, request_id, tokens, 600_000_000, ingress=who)
     assert verdict.reason == "ok"
 
 

@@ -77,9 +77,13 @@ async def test_redis_agrees_with_the_pure_model(accounts: Accounts, seed: int) -
         if rng.random() < 0.6:
             tokens = rng.randrange(1, 120)
             model.state, expected = quota.reserve(model.state, limits, name, tokens, asked_us, TTL)
-            verdict, at_s = await accounts.reserve(DEMO, limits, name, tokens, TTL, asked_us)
+            verdict, at_s, used = await accounts.reserve(DEMO, limits, name, tokens, TTL, asked_us)
             assert (step, verdict) == (step, expected)
             assert at_s == model.state.at_us / 1e6
+            state, unit = model.state, quota.MINUTE_US
+            levels = (state.request_level / unit, state.token_level / unit, state.held)
+            assert (used.requests, used.tokens, used.held) == levels
+            assert await accounts.used(DEMO, limits, asked_us) == used
         else:
             epoch = rng.randrange(1, 4)
             row = compute_row(name, epoch, rng.randrange(1, 3), rng.choice(["d1", "p1"]), rng.randrange(9))
@@ -105,7 +109,7 @@ async def test_redis_agrees_with_the_pure_model(accounts: Accounts, seed: int) -
 async def test_a_hundred_at_once_never_pass_the_token_limit(accounts: Accounts) -> None:
     limits = Limits(tokens_per_minute=1000)
     asks = [accounts.reserve(DEMO, limits, f"r{i}", 84, TTL) for i in range(100)]
-    verdicts = [verdict for verdict, _ in await asyncio.gather(*asks)]
+    verdicts = [verdict for verdict, _, _ in await asyncio.gather(*asks)]
     assert sum(verdict.reason == quota.OK for verdict in verdicts) == 1000 // 84
     assert int((await accounts.quota(DEMO))["held"]) == 1000 // 84 * 84
 
@@ -113,7 +117,7 @@ async def test_a_hundred_at_once_never_pass_the_token_limit(accounts: Accounts) 
 async def test_a_hundred_at_once_never_pass_the_request_limit(accounts: Accounts) -> None:
     limits = Limits(requests_per_minute=5)
     asks = [accounts.reserve(DEMO, limits, f"r{i}", 1, TTL) for i in range(100)]
-    verdicts = [verdict for verdict, _ in await asyncio.gather(*asks)]
+    verdicts = [verdict for verdict, _, _ in await asyncio.gather(*asks)]
     # At 5 a minute one more fits every 12 s, longer than a hundred calls take.
     assert sum(verdict.reason == quota.OK for verdict in verdicts) == 5
     assert all(verdict.retry_us > 0 for verdict in verdicts if verdict.reason != quota.OK)
@@ -122,7 +126,7 @@ async def test_a_hundred_at_once_never_pass_the_request_limit(accounts: Accounts
 async def test_tenants_do_not_share_a_quota(accounts: Accounts) -> None:
     limits = Limits(requests_per_minute=1)
     for tenant in ("a", "b"):
-        verdict, _ = await accounts.reserve(TenantId(tenant), limits, "same-id", 1, TTL)
+        verdict, _, _ = await accounts.reserve(TenantId(tenant), limits, "same-id", 1, TTL)
         assert verdict.reason == quota.OK
 
 
@@ -143,9 +147,9 @@ async def test_a_released_hold_frees_its_tokens_and_keeps_the_request_counted(ac
     limits = Limits(requests_per_minute=2, tokens_per_minute=10)
     await accounts.reserve(DEMO, limits, "a", 10, TTL, SECOND)
     await accounts.release(DEMO, limits, "a", SECOND)
-    verdict, _ = await accounts.reserve(DEMO, limits, "b", 10, TTL, SECOND)
+    verdict, _, _ = await accounts.reserve(DEMO, limits, "b", 10, TTL, SECOND)
     assert verdict.reason == quota.OK
-    verdict, _ = await accounts.reserve(DEMO, limits, "c", 0, TTL, SECOND)
+    verdict, _, _ = await accounts.reserve(DEMO, limits, "c", 0, TTL, SECOND)
     assert verdict.reason == quota.REQUESTS
 
 

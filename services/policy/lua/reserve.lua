@@ -1,6 +1,7 @@
 -- quota.reserve. ARGV: now (0 = server clock), requests per minute, tokens per minute, reservation id, tokens, ttl (us),
 --       ingress that holds the request ('' = not known)
--- Returns {reason, retry in us, now in us}, numbers as text.
+-- Returns {reason, retry in us, now in us, requests, tokens, held}, numbers as text; of the last three the first two are
+-- levels.
 local function wait(level, need, limit)
   local over = level + need * MINUTE_US - limit * MINUTE_US
   if limit == 0 or over <= 0 then
@@ -20,7 +21,7 @@ local state = advance(now, request_limit, token_limit)
 
 local function answer(reason, retry)
   save(state)
-  return {reason, whole(retry), whole(state.at)}
+  return {reason, whole(retry), whole(state.at), whole(state.requests), whole(state.tokens), whole(state.held)}
 end
 
 local function hold(count)

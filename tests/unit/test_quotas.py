@@ -1,0 +1,56 @@
+"""The headers that tell a client what is left of its limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.contracts.ids import TenantId
+from shared.contracts.quota import Quota
+from shared.ingress import quotas
+from shared.ingress.quotas import FRESH_S, Quotas
+
+A = TenantId("a")
+
+
+def test_what_is_left_now_and_when_all_of_it_is() -> None:
+    known = Quotas()
+    known.tell(Quota(A, 60, 1000, requests=10.0, tokens=400.0, held=100), 50.0)
+    assert known.headers(A, 50.0) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "50",
+        "x-ratelimit-reset-requests": "10s",
+        "x-ratelimit-limit-tokens": "1000",
+        "x-ratelimit-remaining-tokens": "500",
+        "x-ratelimit-reset-tokens": "30s",
+    }
+    later = known.headers(A, 50.5)
+    assert later is not None
+    # half a second later half a request and 8.3 tokens have drained; what runs is held still
+    assert (later["x-ratelimit-remaining-requests"], later["x-ratelimit-reset-requests"]) == ("50", "9.5s")
+    assert later["x-ratelimit-remaining-tokens"] == "508"
+
+
+def test_old_and_unknown_accounts_are_not_told() -> None:
+    known = Quotas()
+    known.tell(Quota(A, 60), 50.0)
+    assert known.headers(A, 50.0 + FRESH_S + 0.01) is None
+    assert known.headers(A, 50.0 + FRESH_S + 0.01, max_age_s=100.0) is not None
+    assert known.headers(TenantId("b"), 50.0) is None
+
+
+def test_debt_is_nothing_left_and_a_limit_that_is_none_is_not_told() -> None:
+    known = Quotas()
+    known.tell(Quota(A, 0, 100, tokens=350.0), 0.0)
+    assert known.headers(A, 0.0) == {
+        "x-ratelimit-limit-tokens": "100",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "210s",
+    }
+
+
+def test_tenants_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "MAX_TENANTS", 3)
+    known = Quotas()
+    for number in range(10):
+        known.tell(Quota(TenantId(f"t{number}"), 60), 0.0)
+    assert [known.headers(TenantId(f"t{number}"), 0.0) is not None for number in range(10)] == [False] * 7 + [True] * 3
