@@ -14,6 +14,7 @@ from typing import Any
 
 from services.cli.words import sentence
 from shared.contracts.errors import SettingsError
+from shared.model.gguf_folder import is_gguf
 from shared.settings.load import DEFAULT, LoadedSettings, read_settings, settings_file
 from shared.settings.models import quant_conflict, served_models
 from shared.settings.sections import Settings
@@ -91,8 +92,10 @@ def problems(loaded: LoadedSettings, faulty: Collection[str] = ()) -> Iterator[s
         if value_of(settings, name) <= value_of(settings, most) and not {name, most} & set(faulty):
             yield told(name, f" must exceed {most} = {value_of(settings, most)}", most)
     for number, model in enumerate(served_models(settings)):
-        if model.path and not Path(model.path).expanduser().is_dir():
-            yield told(f"models.{number}.path" if settings.models else "model.path", ": no such folder")
+        path = Path(model.path).expanduser()
+        if model.path and not (path.is_dir() or (is_gguf(path) and path.is_file())):
+            kind = "file" if is_gguf(path) else "folder"
+            yield told(f"models.{number}.path" if settings.models else "model.path", f": no such {kind}")
         if conflict := quant_conflict(settings, model):
             own = bool(settings.models) and settings.models[number].quant is not None
             yield told(f"models.{number}.quant" if own else "engine.quant", f" {conflict}")

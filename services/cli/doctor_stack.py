@@ -21,6 +21,7 @@ from shared.contracts.errors import SettingsError
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
+from shared.model.gguf_folder import folder_of, is_gguf
 from shared.model.quality_gate import AUTO, Configuration, open_gate
 from shared.settings.load import read_settings, settings_file
 from shared.settings.models import served_models
@@ -104,8 +105,11 @@ def model(entry: ModelEntry, fake: bool, env: Mapping[str, str]) -> Finding:
     """Is a model there, and one that can be served? Fake workers need no weights."""
     if entry.path:
         folder = Path(entry.path).expanduser()
+        made = folder_of(folder, cache_dir(env))
+        if is_gguf(folder) and folder.is_file() and not made.is_dir():
+            return Finding("model", OK, f"{entry.name}, {folder}: ./baton up reads it")
         try:
-            check_model_folder(folder, weights=not fake)
+            check_model_folder(made if made.is_dir() else folder, weights=not fake)
         except SettingsError as exc:
             return Finding("model", FAIL, exc.message, f"point the path of {entry.name} at a folder with a checkpoint")
         return Finding("model", OK, f"{entry.name}, {folder}")
@@ -118,6 +122,8 @@ def model(entry: ModelEntry, fake: bool, env: Mapping[str, str]) -> Finding:
 def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Finding:
     """Which number format would compute a model, and what is known of its quality."""
     folder = Path(entry.path).expanduser() if entry.path else default_model_dir(cache_dir(env))
+    if is_gguf(folder):
+        folder = folder_of(folder, cache_dir(env))
     if settings.workers.fake:
         return Finding("quality", SKIP, "fake workers")
     try:

@@ -12,7 +12,7 @@ from shared.settings.sections import Dtype, Quantization
 def up_parser() -> argparse.ArgumentParser:
     """The parser of `up`; every flag wins over environment and file."""
     parser = argparse.ArgumentParser(prog="baton up", description="Start a stack and keep it running.")
-    parser.add_argument("--model", metavar="DIR", help="folder of a Llama-architecture checkpoint (safetensors)")
+    parser.add_argument("--model", metavar="PATH", help="folder of a Llama-architecture checkpoint, or a .gguf file")
     parser.add_argument("--name", metavar="NAME", help="name clients ask for")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="weights and KV (default auto)")
     parser.add_argument("--quant", choices=get_args(Quantization), help="weights of layers as integers (default none)")
@@ -58,5 +58,5 @@ def up_flags(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _model_name(folder: str | None) -> str | None:
-    """A local checkpoint goes by its folder's name unless told otherwise."""
-    return folder.rstrip("/").rpartition("/")[2] or None if folder else None
+    """A local checkpoint goes by its folder's or file's name unless told otherwise."""
+    return folder.rstrip("/").rpartition("/")[2].removesuffix(".gguf") or None if folder else None

@@ -14,6 +14,12 @@ from shared.model.folder import INDEX, weight_files, weight_map
 EMBEDDING, HEAD = TIED = "model.embed_tokens.weight", "lm_head.weight"
 MOE = "block_sparse_moe"
 FLOATS = ("F64", "F32", "F16", "BF16")
+INTEGERS, SCALES, MINIMA = ".integers", ".scales", ".minima"
+"""What the names of a matrix's parts end in that is kept as groups of 32 inputs of four bits, value = scale * integer +
+minimum: [out, in / 2] uint8, inputs two a byte with the first one low, and [out, in / 32] float16 each."""
+GROUP = 32
+_PART_TYPES = {INTEGERS: "U8", SCALES: "F16", MINIMA: "F16"}
+_PART_INPUTS = {INTEGERS: 2, SCALES: GROUP, MINIMA: GROUP}
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints carry this table; it follows from the configuration."""
 
@@ -78,6 +84,10 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, Path]:
         if name in where:
             raise SettingsError(f"{path}: {name}: is also in {where[name].name}", param=name)
         where[name] = path
+        matrix, part = split(name)
+        if part and matrix in expected and matrix.endswith("_proj.weight"):
+            _check_part(path, name, (shape, dtype), expected[matrix])
+            continue
         if name not in expected:
             hint = _hint(name, config)
             raise SettingsError(f"{path}: {name}: is not part of this model{hint}", param=name)
@@ -86,12 +96,31 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, Path]:
         if dtype not in FLOATS:
             raise SettingsError(f"{path}: {name}: dtype {dtype} is not supported, only {', '.join(FLOATS)}", param=name)
     for name in expected:
+        parts = [name + part in where for part in _PART_TYPES]
+        if name in where and any(parts):
+            raise SettingsError(f"{where[name]}: {name}: is there as floats and as integers", param=name)
+        if all(parts):
+            continue
         if name in where or (config.tied_embeddings and name in TIED and any(other in where for other in TIED)):
             continue
         files = ", ".join(path.name for path in weight_files(folder))
         hint = "; config.json says tie_word_embeddings is false" if name == HEAD else ""
         raise SettingsError(f"{folder}: {name}: is missing from {files}{hint}", param=name)
     return where
+
+
+def split(name: str) -> tuple[str, str]:
+    """The matrix that a tensor is a part of, and which part; "" for a whole one."""
+    part = next((part for part in _PART_TYPES if name.endswith(part)), "")
+    return name.removesuffix(part), part
+
+
+def _check_part(path: Path, name: str, found: tuple[tuple[int, ...], str], whole: tuple[int, ...]) -> None:
+    _, part = split(name)
+    should = (whole[0], whole[1] // _PART_INPUTS[part]), _PART_TYPES[part]
+    if whole[1] % GROUP or found != should:
+        told = f"{path}: {name}: {found[1]} of shape {found[0]} should be {should[1]} of {should[0]}"
+        raise SettingsError(f"{told}, a matrix {whole} in groups of {GROUP}", param=name)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:

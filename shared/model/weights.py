@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.linear.quantize import Int4Weight
 from shared.contracts.errors import SettingsError
-from shared.model.checkpoint import EMBEDDING, HEAD, broken, check_checkpoint
+from shared.model.checkpoint import EMBEDDING, GROUP, HEAD, INTEGERS, MINIMA, SCALES, broken, check_checkpoint
 from shared.model.config import ModelConfig
 
 
@@ -54,12 +55,24 @@ class Weights:
     def __getitem__(self, name: str) -> Tensor:
         if name == EMBEDDING and name not in self._where:
             name = HEAD  # a tied checkpoint may hold the one matrix under this name alone
+        if name + INTEGERS in self._where:
+            kept = self.kept(name)
+            assert isinstance(kept, Int4Weight)
+            return kept.floats()
         path = self._where[name]
         try:
             tensor: Tensor = self._files[path].get_tensor(name)
         except (SafetensorError, OSError) as exc:
             raise broken(path, exc) from exc
         return tensor
+
+    def kept(self, name: str) -> Tensor | Int4Weight:
+        """A tensor as the checkpoint keeps it, integers as integers."""
+        if name + INTEGERS not in self._where:
+            return self[name]
+        packed = self[name + INTEGERS]
+        integers = torch.stack((packed & 15, packed >> 4), dim=2).view(len(packed), -1)
+        return Int4Weight(integers, self[name + SCALES], self[name + MINIMA], GROUP)
 
     def mapped(self, name: str) -> Tensor:
         """A tensor in the checkpoint's own dtype, mapped from its file: only rows that are looked at take memory.

@@ -46,6 +46,7 @@ def write_tiny_gguf(path: Path) -> dict[str, np.ndarray]:
     writer.add_vocab_size(len(TOKENS))
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, 3, 3, 1, 1, 1, 1, 1])
     writer.add_token_merges(["a b"])
