@@ -1,8 +1,8 @@
 """From a worker's records to a client's bytes, for any text, any split, any loss: what a stream promises.
 
 Random vocabularies cut code points anywhere; records come split, twice, late or not at all; the client takes at any
-time. Whatever happens, the frames hold the text that decoding everything at once gives, and every client that resumes at any
-event has the rest of it.
+time. Whatever happens, the frames hold the text that decoding everything at once gives, and every client that resumes
+at any event has the rest of it.
 """
 
 from __future__ import annotations
