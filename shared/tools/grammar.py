@@ -45,10 +45,10 @@ def body_grammar(body: str, thoughts: Thoughts | None) -> str:
     """A Lark rule or expression as a whole grammar, thoughts before it."""
     if thoughts is None:
         return f"start: {body}\n"
-    end = literal(END_THINK)
+    rules = f"thoughts[lazy]: {_ANY} {literal(END_THINK)}\ngap: /[ \\n]{{1,3}}/\n"
     if thoughts.inside:
-        return f"start: thoughts {body}\nthoughts[lazy]: {_ANY} {end}\n"
-    return f"start: (open thoughts)? {body}\nopen: {literal(THINK)}\nthoughts[lazy]: {_ANY} {end}\n"
+        return f"start: thoughts gap? {body}\n{rules}"
+    return f"start: (open thoughts gap?)? {body}\nopen: {literal(THINK)}\n{rules}"
 
 
 def forced_calls(

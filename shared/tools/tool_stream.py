@@ -106,7 +106,7 @@ class ToolStream:
         text, self._held = self._held + text, ""
         body = text.lstrip(_SPACE)
         if body.startswith("{"):
-            self._open("")
+            self._open(text[: len(text) - len(body)])
             return body
         if len(body) < len(self._form.open) and self._form.open.startswith(body):
             self._held = text

@@ -84,6 +84,7 @@ CASES: list[tuple[ToolFormat, str, list[Piece], int]] = [
     (LLAMA3, f"{P}\n{T}", [*call(0, "f", '{"a": 1}'), *call(1, "get_time", "{}")], 2),
     (LLAMA3, '{"answer": 42}', [Content('{"answer": 42}')], 0),
     (LLAMA3, f"I would call {P}", [Content(f"I would call {P}")], 0),
+    (LLAMA3, " {", [Content(" {")], 0),
     (LLAMA3, "<|python", [Content("<|python")], 0),
     (MISTRAL, f"[TOOL_CALLS][{F}]", call(0, "f", '{"a": 1}'), 1),
     (
