@@ -1,13 +1,119 @@
-"""OP-31: doors without a key."""
+"""OP-28 to 31: budgets that many race for, usage of those who leave, headers of refusals, doors without a key."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Any
+
+import httpx
 import pytest
 
-from tests.conformance.support import canary
-from tests.pipeline.gateway_support import gateway_stack
+from services.policy.tenants import OwnLimits
+from shared.contracts.ids import RequestId
+from tests.conformance.limited import LIMIT_S, TENANT, Limited, limited_stack
+from tests.conformance.support import canary, send
+from tests.pipeline.gateway_support import HEADERS, completion, gateway_stack
+from tests.servers import RedisServer
 
 WRONG = ("", "Bearer", "Bearer wrong", "Basic a2V5LWE=", "Bearer  ", "key-a", "Bearer key-a key-a", "bearer x")
+PROMPT = "x" * 19  # with the tokenizer's own first one: 20 tokens
+
+
+async def test_op28_what_is_admitted_at_once_fits_the_budget(redis_server: RedisServer) -> None:
+    async with limited_stack(redis_server.url, OwnLimits(tokens_per_minute=250)) as limited:
+        # each of ten may come to 84 tokens or so: never more than 250 of them at once
+        body = completion(PROMPT, max_tokens=64)
+        answers = await asyncio.gather(*(send(limited.stack, "completions", body) for _ in range(10)))
+        passed = [answer for answer in answers if answer.status_code == 200]
+        worst = passed[0].json()["usage"]["prompt_tokens"] + 64
+        assert len(passed) == 250 // worst
+        assert {answer.status_code for answer in answers} == {200, 429}
+        # what was reserved and not used is given back
+        await limited.idle()
+        level = int((await limited.accounts.quota(TENANT))["tokens"]) / 60_000_000
+        assert level <= sum(answer.json()["usage"]["total_tokens"] for answer in passed)
+        await canary_b(limited)
+
+
+@pytest.mark.parametrize("came", [0, 2])
+async def test_op29_who_leaves_is_charged_for_what_came(redis_server: RedisServer, came: int) -> None:
+    # frames wait after the first, of two tokens; or nothing comes: it is queued, or its prompt is computed
+    options = {"hold": asyncio.Event(), "step_s": 0.0 if came else 3600.0}
+    async with limited_stack(redis_server.url, OwnLimits(tokens_per_minute=10_000), **options) as limited:
+        sessions, running = limited.stack.service.ingress.sessions, limited.stack.backend.running
+        leaving = asyncio.create_task(stream_and_wait(limited.url))
+        await until(lambda: [key for key in sessions if key in running and running[key].sent == came])
+        (request_id,) = sessions
+        await until(lambda: sessions[request_id].usage().completion_tokens == came)
+        leaving.cancel()
+        await limited.idle()
+        row = await row_of(limited, request_id)
+        assert (row["finish"], row["completion_tokens"]) == ("cancelled", str(came))
+        assert (int(row["prompt_tokens"]) > 0) == (came > 0)
+        assert (await limited.accounts.usage(TENANT))["requests"] == "1"
+
+
+async def test_op30_a_refusal_says_when_to_come_back(redis_server: RedisServer) -> None:
+    # one more each second, so that the wait is short
+    async with limited_stack(redis_server.url, OwnLimits(requests_per_minute=60, tokens_per_minute=100_000)) as limited:
+        body = completion(max_tokens=1)
+        lefts = []
+        for _ in range(62):
+            answer = await send(limited.stack, "completions", body)
+            lefts.append(int(answer.headers["x-ratelimit-remaining-requests"]))
+            if answer.status_code == 429:
+                break
+        assert answer.status_code == 429
+        error = answer.json()["error"]
+        assert error["type"] == "rate_limit_error"
+        assert "60 requests per minute" in error["message"]
+        assert lefts[-1] == 0
+        assert min(lefts) == 0
+        assert answer.headers["x-ratelimit-limit-requests"] == "60"
+        wait_s = int(answer.headers["retry-after"])
+        assert wait_s >= 1
+        await asyncio.sleep(wait_s)
+        assert (await send(limited.stack, "completions", body)).status_code == 200
+        await canary_b(limited)
+
+
+async def test_op30_headers_tell_of_the_limit_that_refused(redis_server: RedisServer) -> None:
+    async with limited_stack(redis_server.url, OwnLimits(tokens_per_minute=100)) as limited:
+        first = await send(limited.stack, "completions", completion(PROMPT, max_tokens=40))
+        assert first.status_code == 200
+        assert first.headers["x-ratelimit-limit-tokens"] == "100"
+        worst = first.json()["usage"]["prompt_tokens"] + 40
+        # what it holds is not left, also while it runs
+        assert 100 - worst - 1 <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 100 - worst + 5
+        assert "x-ratelimit-limit-requests" not in first.headers
+        refused = await send(limited.stack, "completions", completion(PROMPT, max_tokens=70))
+        assert refused.status_code == 429
+        assert "tokens per minute" in refused.json()["error"]["message"]
+        assert 0 <= int(refused.headers["x-ratelimit-remaining-tokens"]) < worst + 70
+        # a request that never fits is told apart, and not to be tried again
+        never = await send(limited.stack, "completions", completion(PROMPT, max_tokens=200))
+        assert (never.status_code, never.json()["error"]["code"]) == (429, "request_too_large")
+
+
+async def test_limits_are_told_on_every_answer_of_a_key_that_has_some(redis_server: RedisServer) -> None:
+    async with limited_stack(redis_server.url, OwnLimits(requests_per_minute=30)) as limited:
+        stack = limited.stack
+        asks = [
+            stack.client.get("/v1/models", headers=HEADERS),
+            stack.client.get("/v1/nothing", headers=HEADERS),
+            send(stack, "completions", b"{"),
+            send(stack, "completions", completion(stream=True)),
+        ]
+        for number, ask in enumerate(asks):
+            answer = await ask
+            assert answer.headers["x-ratelimit-limit-requests"] == "30"
+            left = int(answer.headers["x-ratelimit-remaining-requests"])
+            assert left == (30 if number < 3 else 29)
+            reset_s = float(answer.headers["x-ratelimit-reset-requests"].removesuffix("s"))
+            assert 0 <= reset_s <= (0 if number < 3 else 2)
+        others = await stack.client.get("/v1/models", headers={"authorization": "Bearer key-b"})
+        assert not [name for name in others.headers if name.startswith("x-ratelimit")]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "TRACE"])
@@ -24,9 +130,8 @@ async def test_op31_what_is_not_on_the_public_list_needs_a_key(method: str) -> N
             for wrong in ("", WRONG[number % len(WRONG)]):
                 response = await stack.client.request(method, path, headers={"authorization": wrong} if wrong else {})
                 # a path that is none of ours may be told as such, and the page's folder holds no secret
-                assert response.status_code == 401 or (
-                    path.startswith("/console/") and response.status_code in (404, 405)
-                )
+                page = path.startswith("/console/") and response.status_code in (404, 405)
+                assert response.status_code == 401 or page
                 if response.status_code == 401:
                     assert response.headers["www-authenticate"] == "Bearer"
                     said.add(response.text)
@@ -34,3 +139,34 @@ async def test_op31_what_is_not_on_the_public_list_needs_a_key(method: str) -> N
         assert not stack.backend.admits
         assert (await stack.client.get("/v1/models", headers={"authorization": "BEARER key-a"})).status_code == 200
         await canary(stack)
+
+
+async def stream_and_wait(url: str) -> None:
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=completion(stream=True), headers=HEADERS) as response,
+    ):
+        async for _ in response.aiter_lines():
+            pass
+        await asyncio.sleep(60)
+
+
+async def until(condition: Any) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        await asyncio.sleep(0.01)
+
+
+async def row_of(limited: Limited, request_id: RequestId) -> dict[str, str]:
+    """The ledger's row, once it is there."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (row := await limited.accounts.row(TENANT, request_id)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return row
+
+
+async def canary_b(limited: Limited) -> None:
+    """The other tenant, who has no limits, is served."""
+    answer = await send(limited.stack, "completions", completion(max_tokens=4), key="key-b")
+    assert answer.status_code == 200

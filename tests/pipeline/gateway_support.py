@@ -93,6 +93,8 @@ class Backend:
     drop_every: int = 0
     """Every so many-th frame is lost; the listing shows it."""
     limits: Limits = field(default_factory=Limits)
+    policy: bool = True
+    """False: somebody else answers for policy."""
     worker: WorkerId = FIRST_WORKER
     admits: list[m.Admit | m.AdmitTenant] = field(default_factory=list)
     submits: list[m.Submit] = field(default_factory=list)
@@ -112,10 +114,8 @@ class Backend:
     async def run(self) -> AsyncIterator[Backend]:
         self.bus = MemoryBus(self.broker, "backend")
         bus = self.bus
-        await bus.serve(subjects.POLICY_AUTHENTICATE, m.Authenticate, self._authenticate)
-        await bus.serve(subjects.POLICY_ADMIT, m.Admit, self._admit)
-        await bus.serve(subjects.POLICY_ADMIT_TENANT, m.AdmitTenant, self._admit)
-        await bus.consume(SETTLE_STREAM, subjects.POLICY_SETTLE, m.Settle, self._settle, durable="policy")
+        if self.policy:
+            await self._serve_policy()
         await bus.serve(subjects.sched_submit("default"), m.Submit, self._submit)
         await self.serve_worker(self.worker)
         self._spawn(self._beats())
@@ -124,6 +124,13 @@ class Backend:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await bus.close()
+
+    async def _serve_policy(self) -> None:
+        bus = self.bus
+        await bus.serve(subjects.POLICY_AUTHENTICATE, m.Authenticate, self._authenticate)
+        await bus.serve(subjects.POLICY_ADMIT, m.Admit, self._admit)
+        await bus.serve(subjects.POLICY_ADMIT_TENANT, m.AdmitTenant, self._admit)
+        await bus.consume(SETTLE_STREAM, subjects.POLICY_SETTLE, m.Settle, self._settle, durable="policy")
 
     async def serve_worker(self, worker: WorkerId) -> None:
         self.worker = worker
