@@ -39,7 +39,7 @@ class ConstrainedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """Per sequence its rows' masks, [rows, words] uint32 with words to spare, or why it cannot go on."""
+    """Per sequence its rows' masks, [rows, ceil(vocab_size / 32)] uint32, or why it cannot go on."""
 
     bits: dict[int, Bits]
     faults: dict[int, str]
@@ -52,7 +52,7 @@ class RowMasks:
     """Masks for one engine. Steps come in order; one is worked out at a time.
 
     Args:
-        vocab_size: of the logits.
+        vocab_size: of the logits; 0 = as many as the tokenizer has.
     """
 
     def __init__(self, compiler: LazyCompiler, vocab_size: int) -> None:
@@ -84,12 +84,13 @@ class RowMasks:
         compiler = self._compiler.get()
         place = self._places.get(row.seq_id, (None, 0))[0] or compiler.constraint(row.grammar)
         self._places[row.seq_id] = (place, self._step)
-        words = -(-max(self._vocab_size, compiler.vocab_size) // 32)
-        bits = np.zeros((len(row.outputs), words), dtype=np.uint32)
+        # the library needs room for all it knows, which may be more tokens than the model has
+        wanted, known = (-(-size // 32) for size in (self._vocab_size or compiler.vocab_size, compiler.vocab_size))
+        bits = np.zeros((len(row.outputs), max(wanted, known)), dtype=np.uint32)
         for own, output in zip(bits, row.outputs, strict=True):
             place.advance_to(output)
             place.fill(own)
-        return bits
+        return np.ascontiguousarray(bits[:, :wanted])
 
     def _forget(self) -> None:
         if self._step % KEEP_STEPS == 0:
