@@ -15,6 +15,8 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.sequence import SequenceSpec, SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
+from shared.engine.worker_settings import itl_target
+from shared.settings.sections import EngineSettings
 
 POOL_BYTES = 1 << 30
 STEP_S = 300.0
@@ -56,18 +58,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def worker_options(options: argparse.Namespace, kv_dir: Path) -> WorkerOptions:
-    """The worker's, with all of the machine and nothing measured or checked that a bench does not need."""
+    """A decode worker's as settings make it by default, with all of the machine, and without the start's self-check."""
+    engine = EngineSettings()
     return WorkerOptions(
         model_dir=options.model,
         kv_dir=kv_dir,
         dtype=options.dtype,
         pool_bytes=POOL_BYTES,
-        token_budget=options.token_budget,
+        token_budget=options.token_budget or engine.token_budget,
+        lone_token_budget=engine.prefill_token_budget,
+        itl_target=itl_target(engine.itl_target_ms),
         max_num_seqs=32,
         threads=options.threads,
         kernels=options.kernels,
+        quick_head=engine.quick_head,
         self_check=False,
-        calibrate=False,
         **({} if options.quant == "none" else {"quant": options.quant}),
     )
 
@@ -79,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--quant", default="none")
     options.add_argument("--threads", type=int, required=True)
     options.add_argument("--kernels", default="native")
-    options.add_argument("--token-budget", type=int, default=256)
+    options.add_argument("--token-budget", type=int, default=0)
     return options
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from shared.contracts.errors import Unavailable
 from shared.model.fetch import default_model_dir, fetch_default_gguf, fetch_default_model
+from shared.model.gguf_folder import fill_folder
 from shared.text.tokenizer import byte_alphabet
 
 RANDOM, DEFAULT = "qwen2.5-0.5b-random", "smollm2-135m-instruct"
@@ -73,6 +74,17 @@ class Weights:
                 random_folder(target, self._shape)
         return self.folder / "baton"
 
+    def baton_of(self, quant: str) -> Path:
+        """The folder that Baton reads: the default model's own four bits where they are what is compared."""
+        if gguf_type(self.name, quant) != "Q4_1":
+            return self.baton()
+        source = self.gguf(quant)
+        with self._made("baton-Q4_1") as target:
+            if target is not None:
+                fill_folder(source, target)
+                without_end(target)
+        return self.folder / "baton-Q4_1"
+
     def gguf(self, quant: str) -> Path:
         """The file llama.cpp reads: BF16, Q8_0 and Q4_0 made of it; the default model's own Q4_1."""
         kind = gguf_type(self.name, quant)
@@ -116,11 +128,9 @@ class Weights:
         for path in default_model_dir(self._cache).iterdir():
             if path.suffix == ".safetensors":
                 os.link(path, target / path.name)
-            elif path.name in ("config.json", "generation_config.json"):
-                body = json.loads(path.read_text())
-                (target / path.name).write_text(json.dumps({k: v for k, v in body.items() if k != "eos_token_id"}))
             else:
                 shutil.copy(path, target)
+        without_end(target)
 
     @contextmanager
     def _made(self, name: str) -> Iterator[Path | None]:
@@ -138,6 +148,13 @@ class Weights:
             if final.exists():
                 shutil.rmtree(final)
             target.rename(final)
+
+
+def without_end(folder: Path) -> None:
+    """Let a model folder name no token that ends a text."""
+    for name in ("config.json", "generation_config.json"):
+        body = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({k: v for k, v in body.items() if k != "eos_token_id"}))
 
 
 def gguf_type(model: str, quant: str) -> str:

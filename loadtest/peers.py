@@ -24,7 +24,7 @@ from loadtest.contestants import BatchedBench, BatonStack, Contestant, EnginePro
 from loadtest.machine import ForeignLoad, processor_s, this_machine
 from loadtest.peer_environments import LLAMA, VLLM, WHAT, Environments
 from loadtest.peer_floor import floor
-from loadtest.peer_plan import BATON, PEERS, QUANTS, TRANSFORMERS, Cell, all_cells, chosen, groups
+from loadtest.peer_plan import BATON, PEERS, QUANTS, TRANSFORMERS, VLLM_BF16, Cell, all_cells, chosen, groups
 from loadtest.peer_plan import LLAMA as LLAMA_CPP
 from loadtest.peer_plan import VLLM as VLLM_CPU
 from loadtest.peer_report import Sample, figures, ratios, text_of
@@ -33,7 +33,6 @@ from shared.contracts.errors import BatonError, Internal
 from shared.model.fetch import cache_dir
 
 ROUNDS, RETRIES = 3, 1
-TOKEN_BUDGET = 256
 WARM_TOKENS = 4
 
 Make = Callable[[str, str], Contestant]
@@ -73,6 +72,7 @@ def install(environments: Environments, cache: Path) -> None:
     for (model, quant), cells in groups(all_cells()).items():
         weights = Weights(model, cache, environments.llama("llama-quantize"), say)
         weights.gguf(quant)
+        weights.baton_of(quant)
         if quant == "int8" and any(VLLM_CPU in cell.contestants() for cell in cells):
             weights.vllm_int8()
     say(f"all is in {environments.folder}")
@@ -88,7 +88,8 @@ def run(options: argparse.Namespace, environments: Environments, cache: Path) ->
     cells = chosen(options.cells)
     threads = options.threads or len(os.sched_getaffinity(0))
     missing = environments.missing() + ([] if _has_transformers() else ["transformers (requirements/test.txt)"])
-    absent = {VLLM_CPU: VLLM in missing, LLAMA_CPP: LLAMA in missing, TRANSFORMERS: not _has_transformers()}
+    no_vllm = VLLM in missing
+    absent = {VLLM_CPU: no_vllm, VLLM_BF16: no_vllm, LLAMA_CPP: LLAMA in missing, TRANSFORMERS: not _has_transformers()}
     names = [BATON, *(name for name in options.peers if not absent[name])]
     before = read(options.json) if options.resume and options.json else {}
     samples = [Sample(**one) for one in before.get("samples", [])]
@@ -190,29 +191,28 @@ class Field:
 def makers(weights: Weights, quant: str, threads: int, environments: Environments, options: argparse.Namespace) -> Make:
     """How each contestant of a group is made."""
     own_quant = "none" if quant == "bf16" else quant
-    budget = options.token_budget
+    budget = ["--token-budget", str(options.token_budget)] if options.token_budget else []
     bind = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
 
     def drivers(module: str, *more: str) -> list[str]:
-        command = [sys.executable, "-m", f"loadtest.{module}", "--model", str(weights.baton())]
+        command = [sys.executable, "-m", f"loadtest.{module}", "--model", str(weights.baton_of(quant))]
         return [*command, "--threads", str(threads), *more]
 
-    def vllm_folder() -> Path:
-        return weights.vllm_int8() if quant == "int8" else weights.baton()
+    def vllm_folder(name: str) -> Path:
+        return weights.vllm_int8() if (name, quant) == (VLLM_CPU, "int8") else weights.baton()
 
     def make(name: str, way: str) -> Contestant:
         if (name, way) == (BATON, "engine"):
-            return EngineProcess(drivers("peer_baton", "--quant", own_quant, "--token-budget", str(budget)))
+            return EngineProcess(drivers("peer_baton", "--quant", own_quant, *budget))
         if (name, way) == (BATON, "http"):
-            return BatonStack(
-                stack_settings(weights.baton(), own_quant, threads, budget, options.set), f"stack, quant {own_quant}"
-            )
-        if (name, way) == (VLLM_CPU, "engine"):
+            settings = stack_settings(weights.baton_of(quant), own_quant, threads, options.token_budget, options.set)
+            return BatonStack(settings, f"stack, quant {own_quant}")
+        if name in (VLLM_CPU, VLLM_BF16) and way == "engine":
             script = str(Path(__file__).with_name("peer_vllm.py"))
-            command = [str(environments.vllm), "-I", script, "--model", str(vllm_folder())]
+            command = [str(environments.vllm), "-I", script, "--model", str(vllm_folder(name))]
             return EngineProcess([*command, "--threads", str(threads)], bind)
         if (name, way) == (VLLM_CPU, "http"):
-            return HttpServer([str(environments.vllm), *vllm_arguments(vllm_folder())], f"{VLLM} serve", bind)
+            return HttpServer([str(environments.vllm), *vllm_arguments(vllm_folder(name))], f"{VLLM} serve", bind)
         if (name, way) == (LLAMA_CPP, "batch"):
             return BatchedBench(environments.llama("llama-batched-bench"), weights.gguf(quant), threads, LLAMA)
         if (name, way) == (LLAMA_CPP, "http"):
@@ -226,7 +226,11 @@ def makers(weights: Weights, quant: str, threads: int, environments: Environment
 
 
 def stack_settings(folder: Path, quant: str, threads: int, budget: int, more: Sequence[str] = ()) -> dict[str, object]:
-    """One worker that does all, with all of the machine. Raises ValueError for a `--set` without a value."""
+    """One worker that does all, with all of the machine; a budget of 0 is the settings' own.
+
+    Raises:
+        ValueError: a `--set` without a value.
+    """
     settings: dict[str, object] = {
         "model.path": folder,
         "model.dtype": "bfloat16",
@@ -235,9 +239,10 @@ def stack_settings(folder: Path, quant: str, threads: int, budget: int, more: Se
         "engine.kernels": "native",
         "engine.quant": quant,
         "engine.threads": threads,
-        "engine.token_budget": budget,
         "engine.max_sequences": 32,
     }
+    if budget:
+        settings["engine.token_budget"] = budget
     for pair in more:
         name, equals, value = pair.partition("=")
         if not equals:
@@ -324,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--retries", type=int, default=RETRIES, help=f"of a disturbed sample (default {RETRIES})")
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="requests a loop (default 2, 12, 32)")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")
-    parser.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, metavar="N", help="of Baton's steps")
+    parser.add_argument("--token-budget", type=int, default=0, metavar="N", help="of Baton's steps (default: its own)")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="of Baton's stack")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and lengths (default 1)")
     parser.add_argument("--no-floor", dest="floor", action="store_false", help="without shares of the machine's limits")

@@ -152,7 +152,7 @@ def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": "llama",
         "num_attention_heads": heads,
         "num_hidden_layers": int(fields["llama.block_count"]),
-        "num_key_value_heads": int(fields["llama.attention.head_count_kv"]),
+        "num_key_value_heads": int(fields.get("llama.attention.head_count_kv", heads)),
         "pad_token_id": _token_id(fields, "padding"),
         # the file holds a float32; its nearest short decimal is what the model was trained with
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),

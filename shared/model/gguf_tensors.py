@@ -45,10 +45,12 @@ def stored_tensors(path: Path, reader: gguf.GGUFReader, fields: Mapping[str, Any
     Raises:
         SettingsError: a tensor is not of such a model, or of a type that is not read; names file, tensor and type.
     """
-    heads = {
-        "attn_q": int(fields["llama.attention.head_count"]),
-        "attn_k": int(fields["llama.attention.head_count_kv"]),
-    }
+    try:
+        count = int(fields["llama.attention.head_count"])
+        heads = {"attn_q": count, "attn_k": int(fields.get("llama.attention.head_count_kv", count))}
+    except (KeyError, TypeError) as exc:
+        field = "llama.attention.head_count"
+        raise SettingsError(f"{path}: {field}: is missing, or differs from layer to layer", param=field) from exc
     for tensor in reader.tensors:
         try:
             name = tensor_name(tensor.name)

@@ -18,6 +18,7 @@ from shared.model.config import load_config
 from shared.model.convert_gguf import unpermute
 from shared.model.decoder import load_decoder
 from shared.text.tokenizer import load_tokenizer
+from tests.unit.test_gguf_folder import Q4_1, write
 
 TINY = SHAPE | {
     "hidden_size": 64,
@@ -106,6 +107,18 @@ def test_a_quantizer_that_fails_leaves_nothing(weights: Weights) -> None:
         weights.gguf("int8")
     assert not list(weights.folder.glob("*Q8*"))
     assert not list(weights.folder.glob(".making-*"))
+
+
+def test_four_bits_of_the_default_model_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "default.gguf", Q4_1)
+    monkeypatch.setattr(Weights, "gguf", lambda self, quant: tmp_path / "default.gguf")
+    default = Weights(DEFAULT, tmp_path, Path("/bin/false"), lambda _: None)
+    folder = default.baton_of("int4")
+    assert load_config(folder).eos_token_ids == ()
+    assert any(name.endswith(".integers") for name in load_file(folder / "model.safetensors"))
+    assert default.baton_of("int4") == folder != default.folder / "baton"
+    monkeypatch.setattr(Weights, "baton", lambda self: tmp_path / "plain")
+    assert default.baton_of("bf16") == tmp_path / "plain"
 
 
 def test_the_same_kind_is_compared() -> None:

@@ -24,7 +24,19 @@ from loadtest.peer_environments import LLAMA as LLAMA_NAME
 from loadtest.peer_environments import LLAMA_TARGETS, Environments
 from loadtest.peer_environments import VLLM as VLLM_NAME
 from loadtest.peer_floor import floor_of
-from loadtest.peer_plan import BATON, LLAMA, QUANTS, RUNS, TRANSFORMERS, VLLM, Cell, all_cells, chosen, groups
+from loadtest.peer_plan import (
+    BATON,
+    LLAMA,
+    QUANTS,
+    RUNS,
+    TRANSFORMERS,
+    VLLM,
+    VLLM_BF16,
+    Cell,
+    all_cells,
+    chosen,
+    groups,
+)
 from loadtest.peer_plot import panels
 from loadtest.peer_report import MIN_CLEAN, Sample, figures, ratios, text_of
 from loadtest.peer_weights import DEFAULT, RANDOM, Weights
@@ -173,7 +185,14 @@ def test_like_is_measured_with_like() -> None:
     assert all(cell.contestants()[0] == BATON and len(cell.contestants()) > 1 for cell in cells)
     assert {cell.quant for cell in cells if cell.model == DEFAULT} == {"bf16", "int4"}
     assert {cell.width for cell in cells if TRANSFORMERS in cell.contestants()} == {1, 8}
+    assert {cell.model for cell in cells if TRANSFORMERS in cell.contestants()} == {RANDOM, DEFAULT}
     assert not any(cell.quant == "int4" and VLLM in cell.contestants() for cell in cells)
+    with_vllm = [cell.name for cell in cells if VLLM in cell.contestants() and cell.way == "http"]
+    assert with_vllm == [f"{model}/bf16/http/c{width}" for model in (RANDOM, DEFAULT) for width in (1, 8, 32)]
+    assert [cell.name for cell in cells if VLLM_BF16 in cell.contestants()] == [
+        f"{RANDOM}/int8/engine/c8",
+        f"{RANDOM}/int8/engine/c32",
+    ]
     assert list(groups(cells)) == [(RANDOM, quant) for quant in QUANTS] + [(DEFAULT, "bf16"), (DEFAULT, "int4")]
 
 
@@ -425,8 +444,31 @@ def test_the_loop_over_http_counts_tokens_without_a_text(url: str) -> None:
 def test_settings_of_the_stack() -> None:
     settings = peers.stack_settings(Path("m"), "int8", 2, 256, ["engine.token_budget=64"])
     assert (settings["engine.quant"], settings["engine.token_budget"], settings["workers.prefill"]) == ("int8", "64", 0)
+    assert "engine.token_budget" not in peers.stack_settings(Path("m"), "int8", 2, 0)
     with pytest.raises(ValueError, match="SECTION"):
         peers.stack_settings(Path("m"), "none", 2, 256, ["engine.token_budget"])
+
+
+def test_who_reads_which_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside integers vLLM runs in bfloat16 too; the default model's four bits are those of llama.cpp's file."""
+    monkeypatch.setattr(Weights, "baton", lambda self: Path("plain"))
+    monkeypatch.setattr(Weights, "vllm_int8", lambda self: Path("vllm-int8"))
+    monkeypatch.setattr(Weights, "baton_of", lambda self, quant: Path(f"own-{quant}"))
+    options = peers._parser().parse_args([])
+
+    def command(model: str, quant: str, name: str, way: str = "engine") -> list[str]:
+        weights = Weights(model, tmp_path, Path("quantize"), lambda _: None)
+        made: Any = peers.makers(weights, quant, 2, Environments(tmp_path), options)(name, way)
+        return [str(part) for part in made._command]
+
+    def folder(*asked: str) -> str:
+        words = command(*asked)
+        return words[words.index("--model") + 1]
+
+    assert (folder(RANDOM, "int8", VLLM), folder(RANDOM, "int8", VLLM_BF16)) == ("vllm-int8", "plain")
+    assert folder(RANDOM, "bf16", VLLM) == folder(DEFAULT, "bf16", VLLM, "http") == "plain"
+    assert (folder(RANDOM, "int8", BATON), folder(DEFAULT, "int4", BATON)) == ("own-int8", "own-int4")
+    assert "--token-budget" not in command(RANDOM, "int8", BATON)
 
 
 def test_install_makes_what_cells_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,6 +476,7 @@ def test_install_makes_what_cells_need(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
     monkeypatch.setattr(Environments, "install", lambda self, say: made.append(("environments", "")))
     monkeypatch.setattr(Weights, "gguf", lambda self, quant: made.append((self.name, quant)))
+    monkeypatch.setattr(Weights, "baton_of", lambda self, quant: None)
     monkeypatch.setattr(Weights, "vllm_int8", lambda self: made.append((self.name, "vllm")))
     assert bench.main(["peers", "--install"]) == 0
     random = [(RANDOM, "bf16"), (RANDOM, "int8"), (RANDOM, "vllm"), (RANDOM, "int4")]
