@@ -70,9 +70,10 @@ class Rechecks:
     fallbacks: int = 0  # rows that needed more than a quarter of it
 
     def count(self, rechecked: Sequence[int], blocks: int) -> None:
-        self.rows += len(rechecked)
-        self.blocks += sum(rechecked)
-        self.fallbacks += sum(4 * row > blocks for row in rechecked)
+        for row in rechecked:
+            self.rows += 1
+            self.blocks += row
+            self.fallbacks += 4 * row > blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class NativeModel:
         structs = (LayerStruct * len(layers))(*[_layer_struct(layer) for layer in layers])
         self._kept = (embedding, rotary.contiguous(), tuple(layers), final_norm, head, quick, structs)
         kind = EMBEDDING_KINDS.index(str(embedding.dtype).removeprefix("torch."))
-        self._struct = ModelStruct(
+        self.struct = ModelStruct(
             len(layers),
             shape.hidden,
             shape.intermediate,
@@ -146,6 +147,7 @@ class NativeModel:
             quick.linear.struct if quick is not None else LinearStruct(),
             quick.norms.data_ptr() if quick is not None else None,
         )
+        self.has_quick_head = quick is not None
         self.rechecks, self.quick_rows = Rechecks(), QUICK_ROWS
         self._room: Tensor | None = None  # of passing logits
 
@@ -180,13 +182,13 @@ class NativeModel:
             MemoryError: there is no memory for the step.
         """
         num_rows = logit_rows.shape[0]
-        logits = self._passing(num_rows) if passing else self._logits(num_rows)
+        logits = self.passing_logits(num_rows) if passing else self._logits(num_rows)
         plan = StepArrays(self, token_ids, positions, cu_seqlens, seq_lens, logit_rows, groups, pools, logits)
-        quick = top_only and self._struct.quick_head.weight and 0 < num_rows <= self.quick_rows
+        quick = top_only and self.has_quick_head and 0 < num_rows <= self.quick_rows
         if quick:
             rechecked = np.zeros(num_rows, dtype=np.int64)
             plan.struct.top_only, plan.struct.rechecked = 1, rechecked.ctypes.data
-        self.team.call("baton_step", self.dtype, ctypes.byref(self._struct), ctypes.byref(plan.struct))
+        self.team.call("baton_step", self.dtype, ctypes.byref(self.struct), ctypes.byref(plan.struct))
         if quick:
             self.rechecks.count(rechecked.tolist(), -(-self.shape.vocab // BLOCK))
         return logits
@@ -194,7 +196,7 @@ class NativeModel:
     def _logits(self, num_rows: int) -> Tensor:
         return torch.empty((num_rows, self.shape.vocab), dtype=torch.float32)
 
-    def _passing(self, num_rows: int) -> Tensor:
+    def passing_logits(self, num_rows: int) -> Tensor:
         """Memory kept from step to step: made anew, its pages alone cost a small step's bookkeeping."""
         if self._room is None or self._room.shape[0] < num_rows:
             self._room = self._logits(num_rows)
@@ -202,7 +204,7 @@ class NativeModel:
 
     def sweep(self, rows: int, head_rows: int) -> None:
         """Every product of the model for so many rows and nothing else: the least a step can take, for benchmarks."""
-        self.team.call("baton_sweep", self.dtype, ctypes.byref(self._struct), rows, head_rows)
+        self.team.call("baton_sweep", self.dtype, ctypes.byref(self.struct), rows, head_rows)
 
     def rotate(self, qkv: Tensor, plan: StepArrays, index: int = 0) -> None:
         """Rotate queries in place, rotate and store keys, store values of layer `index` of the first group: for tests.
@@ -212,7 +214,7 @@ class NativeModel:
         """
         assert qkv.shape[1:] == (self.shape.q_heads + 2 * self.shape.kv_heads, self.shape.head_dim), qkv.shape
         assert qkv.is_contiguous()
-        arguments = ctypes.byref(self._struct), ctypes.byref(plan.struct), qkv.data_ptr(), index
+        arguments = ctypes.byref(self.struct), ctypes.byref(plan.struct), qkv.data_ptr(), index
         self.team.call("baton_rotate", self.dtype, *arguments)
 
     def attention(self, q: Tensor, plan: StepArrays, layers: range = range(1)) -> Tensor:
@@ -227,7 +229,7 @@ class NativeModel:
         assert q.shape[1:] == (self.shape.q_heads, self.shape.head_dim), q.shape
         assert q.is_contiguous()
         y = torch.full_like(q, float("nan"))
-        pointers = ctypes.byref(self._struct), ctypes.byref(plan.struct), q.data_ptr(), y.data_ptr()
+        pointers = ctypes.byref(self.struct), ctypes.byref(plan.struct), q.data_ptr(), y.data_ptr()
         self.team.call("baton_attention", self.dtype, *pointers, layers.start, layers.stop)
         return y
 
@@ -235,7 +237,7 @@ class NativeModel:
         """Keys of a KV head that attention of the first group reads: what sequences share is read once."""
         keys = ctypes.c_int64()
         self.team.call(
-            "baton_keys_read", self.dtype, ctypes.byref(self._struct), ctypes.byref(plan.struct), ctypes.byref(keys)
+            "baton_keys_read", self.dtype, ctypes.byref(self.struct), ctypes.byref(plan.struct), ctypes.byref(keys)
         )
         return keys.value
 
@@ -269,7 +271,7 @@ class StepArrays:
         base = array.ctypes.data
         structs = (GroupStruct * len(groups))()
         for i, (place, pool) in enumerate(zip(places, pools, strict=True)):
-            structs[i] = _group_struct(model, pool, [base + 8 * first for first in place])
+            structs[i] = group_struct(model, pool, [base + 8 * first for first in place])
         self._kept = (token_ids, positions, logit_rows, logits, pools, structs, array)
         self.struct = StepStruct(
             num_tokens,
@@ -311,7 +313,7 @@ def _places(numbers: _Numbers, group: GroupPlan, num_tokens: int, num_seqs: int)
     return slots, numbers.add(list(itertools.chain.from_iterable(group.block_tables))), numbers.add(starts)
 
 
-def _group_struct(model: NativeModel, pool: Tensor, addresses: Sequence[int]) -> GroupStruct:
+def group_struct(model: NativeModel, pool: Tensor, addresses: Sequence[int]) -> GroupStruct:
     num_blocks, num_layers, two, kv_heads, block_size, head_dim = pool.shape
     assert (two, kv_heads, head_dim) == (2, model.shape.kv_heads, model.shape.head_dim), pool.shape
     assert pool.dtype in (model.dtype, torch.int8), (pool.dtype, model.dtype)

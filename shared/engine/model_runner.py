@@ -13,12 +13,15 @@ from torch import Tensor
 
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.logprobs import TokenLogprob
+from shared.engine.decode_lane import DecodeLane
 from shared.engine.forward_batch import ForwardBatch, build_forward_batch
 from shared.engine.sampler import constrained_rows, logprobs_of, sample_greedily, sample_sequences
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.grammar.row_masks import NO_MASKS, RowMasks, StepMasks
+from shared.kv.layout import INT8
 from shared.kv.pool import Pool
 from shared.model.decoder import DTYPES, Model
+from shared.model.native_decoder import NativeDecoder
 
 log = logging.getLogger("baton.worker")
 
@@ -48,8 +51,9 @@ class ModelRunner:
         # what the last step sampled: all that a step planned meanwhile can refer to. () after a bad row
         self._last: dict[str, tuple[int, ...]] = {}
         for group in self._groups:
-            if DTYPES.get(group.dtype) != model.dtype:
-                raise SettingsError(f"KV dtype {group.dtype} differs from the model's {model.dtype}", param="kv_dtype")
+            integers = group.dtype == INT8 and model.kernels.native is not None
+            if DTYPES.get(group.dtype) != model.dtype and not integers:
+                raise SettingsError(f"KV dtype {group.dtype} differs from the model's {model.dtype}", param="kv.dtype")
             if group.tile_layout != model.kernels.tile_layout:
                 raise SettingsError(
                     f"a KV pool of {group.tile_layout} is not for kernels that read {model.kernels.tile_layout}",
@@ -58,15 +62,27 @@ class ModelRunner:
         layers = sorted(layer for group in self._groups for layer in group.layers)
         if layers != list(range(model.config.num_layers)):
             raise SettingsError("the pool's layer groups do not hold the model's layers", param="kv_dir")
+        self._lane: DecodeLane | None = None
+        if isinstance(model, NativeDecoder):
+            self._lane = DecodeLane(model.native(self._groups), self._pools)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
 
         Raises:
             Internal: the plan breaks its contract.
         """
-        start = time.perf_counter()
+        start, record = time.perf_counter(), self._record_logits
+        if self._lane is None or (drawn := self._lane.run(plan, self._last, record is not None)) is None:
+            return self._run_any(plan, start)
+        if record is not None:
+            for row, logits in zip(plan.sequences, self._lane.logits.clone(), strict=False):
+                record(row.seq_id, row.start, logits)
+        self._last = {row.seq_id: tokens for row, tokens in zip(plan.sequences, drawn.sampled, strict=True)}
+        return StepOutput(plan.step, drawn.sampled, drawn.bad, time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def _run_any(self, plan: StepPlan, start: float) -> StepOutput:
         try:
             batch = build_forward_batch(plan, self._groups, all_logits=self._record_logits is not None)
         except ValueError as exc:

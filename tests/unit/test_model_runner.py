@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ def test_shared_blocks_are_read_and_not_written(model: Model, whole: tuple[Tenso
         engine.run(sequence("a", PROMPT[:64], BLOCKS, num_logits=0, sampling=None))
         before = bytes(engine.pool.span(0, BLOCKS[1]))
         mine = sequence("b", PROMPT[60:], [*BLOCKS[:2], 30, 31, 32], start=60, num_logits=90, sampling=None)
-        engine.run(replace(mine, stored_from=64))
+        engine.run(msgspec.structs.replace(mine, stored_from=64))
         assert bytes(engine.pool.span(0, BLOCKS[1])) == before
         for position in range(60, len(PROMPT)):
             assert torch.equal(engine.rows["b", position], expected[position]), position
@@ -250,7 +251,7 @@ def test_greedy_steps_of_few_rows_use_the_quick_head(folder: Path, tmp_path: Pat
     assert isinstance(quick, NativeDecoder)
     plain = load_decoder(folder, "bfloat16", "native", threads=2)
     greedy = [ScheduledSequence(f"s{i}", 0, (5, 9, 7 + i), ((i,),), 1, GREEDY) for i in range(3)]
-    mixed = [greedy[0], replace(greedy[1], sampling=SEEDED)]
+    mixed = [greedy[0], msgspec.structs.replace(greedy[1], sampling=SEEDED)]
     sampled = []
     for number, model in enumerate((quick, plain)):
         layout = PoolLayout(layer_groups(model.config, 32, "bfloat16", tile_layout=model.kernels.tile_layout), (8,))
