@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,11 +36,14 @@ from shared.model.config import layer_groups
 from shared.model.decoder import Model, configuration_of, load_decoder
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, fetch_default_model
+from shared.model.kv_dtype import kv_dtype_of
 from shared.model.quality_gate import (
+    AUTO,
     FLOAT32,
     LEAST_TOP1,
     MOST_KL,
     MOST_OF_MEAN,
+    SAME,
     SHIPPED,
     Configuration,
     Record,
@@ -64,6 +67,9 @@ ALL = (
     Configuration("native", "bfloat16", "int4"),
     Configuration("native", "bfloat16", "int4-g64"),
     Configuration("native", "bfloat16", "int4-g128"),
+    Configuration("native", "float32", kv="int8"),
+    Configuration("native", "bfloat16", kv="int8"),
+    Configuration("native", "bfloat16", "int8", kv="int8"),
 )
 """What `--all` measures; float32 on native kernels to see what two ways of summing float32 differ by."""
 
@@ -97,12 +103,16 @@ class Reader:
     Args:
         folder, name: where the pool's file is made, and for whom.
         longest: most tokens of a window.
+        kv: what its KV is kept in, as `Configuration.kv` has it.
+
+    Raises:
+        SettingsError: the model's KV cannot be kept so, or no pool be made in the folder.
     """
 
-    def __init__(self, model: Model, folder: Path, name: str, longest: int) -> None:
+    def __init__(self, model: Model, folder: Path, name: str, longest: int, kv: str = SAME) -> None:
         self._model = model
-        dtype = configuration_of(model).dtype
-        self._groups = layer_groups(model.config, BLOCK, dtype, tile_layout=model.kernels.tile_layout)
+        self.kv_dtype = kv_dtype_of(AUTO if kv == SAME else kv, model)
+        self._groups = layer_groups(model.config, BLOCK, self.kv_dtype, tile_layout=model.kernels.tile_layout)
         self._table = tuple(range(-(-longest // BLOCK)))
         layout = PoolLayout(self._groups, (len(self._table),) * len(self._groups))
         self.pool: Pool = create_pool(folder, WorkerId(name), layout)
@@ -146,7 +156,11 @@ def measure(folder: Path, wanted: Sequence[Configuration], threads: int) -> list
     figures: list[dict[str, SetFigures]] = [{} for _ in wanted]
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-quality-", dir=_memory_folder()))
-        readers = [Reader(model, Path(place), f"quality-{i}", longest) for i, model in enumerate(models)]
+        kept = [SAME, *(one.kv for one in wanted)]
+        readers = [
+            Reader(model, Path(place), f"quality-{i}", longest, kv)
+            for i, (model, kv) in enumerate(zip(models, kept, strict=True))
+        ]
         for reader in readers:
             stack.callback(reader.pool.close)
         for name, token_ids in sets.items():
@@ -155,14 +169,14 @@ def measure(folder: Path, wanted: Sequence[Configuration], threads: int) -> list
                 _say(f"{wanted[i]}, {name}: {_row(found)}")
     digest = model_digest(folder)
     return [
-        Record(digest, folder.name, one, numerics_id(one.dtype, model.kernels, model.quant), found)
-        for one, model, found in zip(wanted, models[1:], figures, strict=True)
+        Record(digest, folder.name, one, numerics_id(one.dtype, model.kernels, model.quant, reader.kv_dtype), found)
+        for one, model, reader, found in zip(wanted, models[1:], readers[1:], figures, strict=True)
     ]
 
 
 def _load(folder: Path, wanted: Configuration, threads: int) -> Model:
     model = load_decoder(folder, wanted.dtype, wanted.kernels, threads=threads, quant=wanted.quant)
-    if configuration_of(model) != wanted:
+    if configuration_of(model) != replace(wanted, kv=SAME):
         raise SettingsError(f"kernels {wanted.kernels!r} cannot be had here", param="--kernels")
     return model
 
@@ -201,7 +215,8 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(threads)
     try:
         folder = options.model or fetch_default_model(cache_dir(os.environ), _say)
-        wanted = ALL if options.all else (Configuration(options.kernels, options.dtype, options.quant),)
+        one = Configuration(options.kernels, options.dtype, options.quant, options.kv)
+        wanted = ALL if options.all else (one,)
         keep = SHIPPED if options.ship else own_results(cache_dir(os.environ))
         records = measure(folder, wanted, threads)
         for record in records:
@@ -233,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model folder (default: the default model)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
+    parser.add_argument("--kv", choices=(SAME, "int8"), default=SAME, help="of its KV (default: as it computes)")
     parser.add_argument("--kernels", choices=("native", "torch"), default="native", help="default native")
     parser.add_argument("--all", action="store_true", help="every configuration that could be a default")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads (default 1: torch's spin)")

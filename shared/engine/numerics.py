@@ -16,14 +16,19 @@ FORMAT = 1
 _FEATURES = ("_is_avx2_supported", "_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
 
 
-def numerics_id(dtype: str, kernels: KernelChoice, quant: Quant = NONE) -> str:
-    """Id of everything that decides the bits of a logit: kernel build, instruction set, dtype, integers of weights,
-    tile constants, torch.
+def numerics_id(dtype: str, kernels: KernelChoice, quant: Quant = NONE, kv_dtype: str = "") -> str:
+    """Id of everything that decides the bits of a logit: kernel build, instruction set, dtype, integers of weights and
+    of KV, tile constants, torch.
+
+    Args:
+        kv_dtype: of the pool; "" for the one that is computed in.
 
     The thread count is left out: rows do not depend on it, and the tests hold that.
     """
     tiles = f"r{ROW_TILE}q{QUERY_TILE}k{KEY_TILE}s{SPLIT}"
     kind = f"{dtype}-{quant.name}.{RULE}" if quant.bits else dtype
+    if kv_dtype not in ("", dtype):
+        kind += f"-kv.{kv_dtype}"
     where = f"cuda{torch.version.cuda}" if kernels.triton else _instruction_set()
     return f"{FORMAT}-{kernels.build}-{where}-{kind}-{tiles}-torch{torch.__version__}"
 

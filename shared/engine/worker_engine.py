@@ -64,6 +64,7 @@ class WorkerOptions:
     model_dir: Path
     kv_dir: Path
     dtype: str = "float32"  # or auto, as `shared.model.decoder.load_decoder`; of a running engine, what was chosen
+    kv_dtype: str = "auto"  # as the model computes, or int8; of a running engine, what was chosen
     block_size: int = 32  # token slots
     pool_bytes: int = 512 * 1024 * 1024  # 0: on a GPU what is left, else DEFAULT_POOL_BYTES
     token_budget: int = 512  # most tokens in a step
@@ -341,8 +342,10 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
     if device == "cuda":
         from shared.engine.device_worker import open_device_engine
         from shared.engine.worker_quality import on_gpu, with_quality
+        from shared.model.kv_dtype import require_kv_dtype_on_gpu
 
         on_device = on_gpu(replace(options, device=device, lone_token_budget=0))
+        require_kv_dtype_on_gpu(on_device.kv_dtype, on_device.dtype)
         return with_quality(open_device_engine(on_device, worker))
     return _open_real(replace(options, device=device, pool_bytes=options.pool_bytes or DEFAULT_POOL_BYTES), worker)
 
@@ -377,6 +380,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     from shared.model.config import layer_groups
     from shared.model.decoder import configuration_of, load_decoder
     from shared.model.digest import model_digest
+    from shared.model.kv_dtype import kv_dtype_of
     from shared.model.native_decoder import NativeDecoder
 
     if options.threads:
@@ -396,16 +400,18 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     if model.kernels.native is not None:
         # torch's own threads would spin on the cores of the native ones, for what little it is left to do
         torch.set_num_threads(1)
+    kv_dtype = kv_dtype_of(options.kv_dtype, model)
     if options.self_check:
-        run_self_check(model.config, model.dtype, model.kernels, model.quant).require_exact()
-    configuration = configuration_of(model)
-    options = replace(options, dtype=configuration.dtype)
-    groups = layer_groups(model.config, options.block_size, options.dtype, tile_layout=model.kernels.tile_layout)
+        run_self_check(model.config, model.dtype, model.kernels, model.quant, kv_dtype).require_exact()
+    configuration = configuration_of(model, kv_dtype)
+    options = replace(options, dtype=configuration.dtype, kv_dtype=kv_dtype)
+    groups = layer_groups(model.config, options.block_size, kv_dtype, tile_layout=model.kernels.tile_layout)
     num_blocks = options.pool_bytes // sum(g.span_bytes for g in groups)
     if num_blocks < 2:
         raise SettingsError(f"a KV pool of {options.pool_bytes} bytes holds no two blocks", param="pool_bytes")
     layout = PoolLayout(groups, (num_blocks,) * len(groups))
-    digest, numerics = model_digest(options.model_dir), numerics_id(options.dtype, model.kernels, model.quant)
+    digest = model_digest(options.model_dir)
+    numerics = numerics_id(options.dtype, model.kernels, model.quant, kv_dtype)
     facts = WorkerFacts(
         layout=layout,
         fingerprint=fingerprint(groups, digest, numerics),

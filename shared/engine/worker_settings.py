@@ -41,6 +41,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         model_dir=Path(settings.model.path) if settings.model.path else default_model_dir(cache_dir(env)),
         kv_dir=Path(settings.kv.dir or f"/dev/shm/baton-{os.getuid()}"),
         dtype=settings.model.dtype,
+        kv_dtype=settings.kv.dtype,
         block_size=settings.kv.block_size,
         pool_bytes=settings.kv.pool_bytes,
         token_budget=budget,

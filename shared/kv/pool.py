@@ -84,7 +84,7 @@ def pool_views(data: Tensor, layout: PoolLayout) -> tuple[Tensor, ...]:
         first = layout.group_offset(i)
         spans = data[first : first + num_blocks * group.span_bytes].view(num_blocks, group.span_bytes)
         shape = (num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
-        views.append(spans[:, : group.tiles_bytes].view(getattr(torch, group.dtype)).unflatten(1, shape[1:]))
+        views.append(spans[:, : group.tiles_bytes].view(getattr(torch, group.dtype)).view(shape))
     return tuple(views)
 
 

@@ -35,7 +35,7 @@ from shared.model.family import LLAMA
 from shared.model.fetch import cache_dir
 from shared.model.native_decoder import Kept, NativeDecoder
 from shared.model.pack_cache import PackCache
-from shared.model.quality_gate import AUTO, Configuration, open_gate
+from shared.model.quality_gate import AUTO, SAME, Configuration, open_gate
 from shared.model.quantization import Linear, QuantMethod, TensorParallel, Unquantized
 from shared.model.room import require_room
 from shared.model.rope_table import rope_table
@@ -192,10 +192,15 @@ class Decoder:
         return self._head(x)[:num_rows].to(work)
 
 
-def configuration_of(model: Model) -> Configuration:
-    """What of a loaded model its quality depends on, as records of `quality_gate` name it."""
+def configuration_of(model: Model, kv_dtype: str = "") -> Configuration:
+    """What of a loaded model its quality depends on, as records of `quality_gate` name it.
+
+    Args:
+        kv_dtype: of its pool; "" for the one that it computes in.
+    """
     kernels = "native" if model.kernels.native else "triton" if model.kernels.triton else "torch"
-    return Configuration(kernels, str(model.dtype).removeprefix("torch."), model.quant.name)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Configuration(kernels, dtype, model.quant.name, SAME if kv_dtype in ("", dtype) else kv_dtype)
 
 
 def _copied(weight: Tensor, dtype: torch.dtype) -> Tensor:

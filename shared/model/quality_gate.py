@@ -31,6 +31,8 @@ MOST_OF_MEAN = 2.0
 """No set's divergence may be more than so many times the mean."""
 FORMAT = 1
 AUTO, FLOAT32 = "auto", "float32"
+SAME = "same"
+"""Of KV: as the model computes."""
 DEFAULTS = ("bfloat16",)
 """What dtype "auto" tries before float32, the fastest first."""
 SHIPPED = Path(__file__).with_name("quality_results.json")
@@ -50,21 +52,24 @@ class Configuration:
     """What decides how a model's logits are rounded.
 
     `kernels` is the family that computes, "native" or "torch": its builds and instruction sets are held to one another
-    by tests. `quant` is a key of `kernels.linear.quantize.QUANTS`: whoever raises RULE there measures anew.
+    by tests. `quant` is a key of `kernels.linear.quantize.QUANTS`: whoever raises RULE there measures anew. `kv` is the
+    dtype KV is kept in, if another than what is computed in.
     """
 
     kernels: str
     dtype: str
     quant: str = "none"
+    kv: str = SAME
 
     @property
     def is_exact(self) -> bool:
-        """float32 or better, without integers: what others are measured against."""
-        return self.dtype in (FLOAT32, "float64") and self.quant == "none"
+        """float32 or better, without integers of weights or KV: what others are measured against."""
+        return self.dtype in (FLOAT32, "float64") and self.quant == "none" and self.kv == SAME
 
     def __str__(self) -> str:
         integers = "" if self.quant == "none" else f"{self.quant} over "
-        return f"{integers}{self.dtype} on {self.kernels} kernels"
+        kept = "" if self.kv == SAME else f", KV in {self.kv}"
+        return f"{integers}{self.dtype} on {self.kernels} kernels{kept}"
 
 
 @dataclass(frozen=True, slots=True)

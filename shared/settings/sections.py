@@ -78,6 +78,9 @@ class ModelEntry(Section):
 class KvSettings(Section):
     """KV cache blocks."""
 
+    dtype: Literal["auto", "bfloat16", "float32", "int8"] = Field(
+        "auto", description="auto: as the model computes; int8: half the memory, by native kernels alone"
+    )
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
     pool_bytes: int = Field(0, ge=0, description="size of each worker's pool, bytes; 0 derives it from free memory")
     dir: str = Field("", description="folder of the pool files, best on tmpfs; empty: a private one in /dev/shm")
