@@ -69,7 +69,7 @@ def call_id(request_id: str, choice: int, index: int) -> str:
 
 def _message(choice: Choice) -> dict[str, Any]:
     content = None if choice.calls and not choice.text else choice.text
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
     if choice.thoughts:
         message["reasoning_content"] = choice.thoughts
     if choice.calls:

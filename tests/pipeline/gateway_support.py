@@ -37,6 +37,7 @@ from shared.ingress.config import IngressConfig
 from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.served_models import ServedModel, ServedModels
 from shared.telemetry.setup import Telemetry
+from tests import openai_oracle
 from tests.tiny_tokenizer import tiny_tokenizer
 
 MODEL = "tiny"
@@ -242,15 +243,20 @@ class Backend:
                 return
             first = run.sent
             run.sent = min(len(run.output), first + self.tokens_per_frame)
-            await self._send(self._record(run, first))
+            await self._send(*self._records(run, first))
         while not run.acked and not run.cancelled and run.cut is None and not self.mute:
             await asyncio.sleep(0.05)
-            await self._send(self._record(run, len(run.output)))
+            await self._send(*self._records(run, len(run.output)))
 
-    def _record(self, run: Running, first: int) -> StreamRecord:
+    def _records(self, run: Running, first: int) -> list[StreamRecord]:
+        """Every choice says the same."""
+        return [self._record(run, first, choice) for choice in range(len(run.submit.sampling))]
+
+    def _record(self, run: Running, first: int, choice: int) -> StreamRecord:
         last = run.sent == len(run.output)
         packed = pack_tokens(run.output[first : run.sent])
-        return StreamRecord(run.attempt, 0, first, packed, run.finish if last else "", run.totals() if last else None)
+        totals = run.totals() if last else None
+        return StreamRecord(run.attempt, choice, first, packed, run.finish if last else "", totals)
 
     async def _send(self, *records: StreamRecord, held: Sequence[HeldAttempt] = (), listing: bool = False) -> None:
         self.frames += 1
@@ -283,7 +289,7 @@ class Backend:
                 )
                 await self.bus.publish(subjects.worker_beat(self.worker), beat)
                 held = [
-                    HeldAttempt(run.attempt, (run.sent,))
+                    HeldAttempt(run.attempt, (run.sent,) * len(run.submit.sampling))
                     for run in self.running.values()
                     if not run.acked and not run.cancelled
                 ]
@@ -316,7 +322,7 @@ class Backend:
         run = self._find(ask.attempt)
         if run is None:
             return m.StreamReplayed(held=False)
-        return m.StreamReplayed(held=True, records=(self._record(run, ask.from_seq),))
+        return m.StreamReplayed(held=True, records=(self._record(run, ask.from_seq, ask.choice),))
 
     async def _ack(self, delivery: Delivery) -> m.FinalAcked:
         for attempt in delivery.message.attempts:
@@ -358,7 +364,8 @@ async def gateway_stack(backend: Backend | None = None, **config: Any) -> AsyncI
     backend = backend or Backend(broker)
     bus = MemoryBus(broker, "gateway")
     context = config.pop("context", CONTEXT)
-    http = {name: config.pop(name) for name in ("max_body_bytes", "body_timeout_s", "probe_key") if name in config}
+    names = ("max_body_bytes", "body_timeout_s", "probe_key", "keep_alive_s")
+    http = {name: config.pop(name) for name in names if name in config}
     options = {"tick_s": 0.05, "beat_s": 0.05, "drain_s": 0.5, "hop_timeout_s": 2.0, **config}
     settings = GatewayConfig(ingress=IngressConfig(GATEWAY, "gateway", **options), **http)
     models = ServedModels([ServedModel(MODEL, "default", context, PromptCodec(TOKENIZER, context))])
@@ -368,7 +375,13 @@ async def gateway_stack(backend: Backend | None = None, **config: Any) -> AsyncI
             door = Door(service)
             app = build_app(door)
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=30) as client:
+            client = httpx.AsyncClient(
+                transport=transport,
+                base_url="http://gateway",
+                timeout=30,
+                event_hooks={"response": [openai_oracle.hold]},
+            )
+            async with client:
                 yield Stack(app, door, service, backend, client)
         await telemetry.flush()
         await bus.close()

@@ -1,0 +1,68 @@
+"""The oracle that holds every answer finds what is wrong, and `llm-comply` finds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from llm_comply.config import ComplianceConfig
+from llm_comply.result import TestStatus as Status
+from llm_comply.runner import TestRunner as Runner
+from llm_comply.schema import SpecLoader
+from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
+
+from shared.bus.memory_bus import MemoryBroker
+from tests import openai_oracle
+from tests.pipeline.gateway_support import MODEL, Backend, http_stack
+
+CHOICE = {"index": 0, "text": "hi", "logprobs": None, "finish_reason": "stop"}
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+WHOLE = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": [CHOICE], "usage": USAGE}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco"}}\n</tool_call>'
+FOR_IMAGES = "chat-image-input"
+"""The one case that no text model can pass."""
+FOR_OTHERS = "chat-reasoning-summary"
+"""The tool itself skips it for models that are not of its list."""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"object": "chat.completion"},
+        {"created": "1"},
+        {"nonsense": 1},
+        {"choices": [CHOICE | {"finish_reason": "abort"}]},
+        {"choices": [{"index": 0, "text": "hi"}]},
+        {"usage": USAGE | {"cached": 1}},
+    ],
+)
+def test_it_finds_faults(broken: dict[str, Any]) -> None:
+    assert openai_oracle.faults(WHOLE, "CreateCompletionResponse") == []
+    assert openai_oracle.faults(WHOLE | broken, "CreateCompletionResponse")
+
+
+def test_it_finds_faults_in_streams_and_in_numbers() -> None:
+    for body in (b'data: {"id": "x"}\n\n', b'data: {"error": {"message": "m"}}\n\n'):
+        with pytest.raises(AssertionError):
+            openai_oracle.check("/v1/chat/completions", 200, "text/event-stream", body)
+    with pytest.raises(AssertionError, match="NaN"):
+        openai_oracle.check("/v1/completions", 200, "application/json", b'{"a": NaN}')
+
+
+async def test_llm_comply_passes_all_that_a_text_model_can() -> None:
+    backend = Backend(MemoryBroker(), text=lambda prompt: CALL if "weather in San Francisco" in prompt else "Hello.")
+    async with http_stack(backend, context=4096) as (_, url):
+        config = ComplianceConfig(base_url=f"{url}/v1", api_key="key-a", model=MODEL, timeout=20)
+        cases = [case for case in OPENAI_CHAT_TESTS if case.id != FOR_IMAGES]
+        suite = await asyncio.to_thread(Runner(config, cases, SpecLoader(_spec())).run_all)
+    told = {result.id: (result.status, result.errors, result.warnings, result.response) for result in suite.results}
+    assert told.pop(FOR_OTHERS)[0] is Status.SKIPPED
+    assert len(told) == 7
+    assert {name: found for name, found in told.items() if found[0] is not Status.PASSED or found[2]} == {}
+
+
+def _spec() -> str:
+    from llm_comply import schema
+
+    return str(schema._SPECS_DIR / "openai_chat.json")
