@@ -261,7 +261,7 @@ def run_cell(
     """Run the workload one way.
 
     Args:
-        dtype: of the KV, which is the model's.
+        dtype: of the KV: the model's, or int8.
         folder: where the pool files go; both are removed again.
         every_row: record the logits of prompt positions too, not only of those sampled from.
     """
@@ -440,7 +440,9 @@ def _worker(
         batch_window_s=WINDOW_S,
     )
     with create_pool(folder, WorkerId(name), layout) as pool:
-        for view in pool.views():
-            view.fill_(float("nan"))
+        for group, num_blocks in enumerate(layout.num_blocks):
+            for block_id in range(num_blocks):
+                never = pool.span(group, block_id)
+                never[:] = b"\xff" * len(never)  # NaN, whatever elements or scales are
         preempting = cell.mode == "preempted" and name == "decode"
         yield Worker(model, pool, config, every_row=every_row, preempting=preempting)

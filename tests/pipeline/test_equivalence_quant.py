@@ -1,9 +1,10 @@
-"""Bitwise equal logits however a request is run, with weights that are integers: each kind against itself."""
+"""Bitwise equal logits however a request is run, with weights or KV that are integers: each kind against itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from tests.pipeline.equivalence import MODES, ORACLE, PAIRWISE, Cell, CellResult
 from tests.pipeline.test_equivalence import TINY_LENGTHS, check_cell
 from tests.tiny_models import make_tiny_model
 
-KINDS = [("bfloat16", "int8"), ("float32", "int8"), ("bfloat16", "int4"), ("float32", "int4-g128")]
+KINDS = [
+    *(("bfloat16", "int8", ""), ("float32", "int8", ""), ("bfloat16", "int4", ""), ("float32", "int4-g128", "")),
+    *(("bfloat16", "none", "int8"), ("float32", "none", "int8"), ("bfloat16", "int8", "int8")),
+]
+"""What is computed in, weights, and KV if that is kept otherwise; both as integers at once in the long run."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,12 +31,19 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def _kind(kind: tuple[str, str, str]) -> Any:
+    dtype, quant, kv = kind
+    name = f"{dtype}-{quant}" + (f"-{kv} KV" if kv else "")
+    return pytest.param(kind, id=name, marks=[pytest.mark.long] if kv and quant != "none" else [])
+
+
+@pytest.fixture(scope="module", params=map(_kind, KINDS))
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, str]:
+    """A model, and the dtype of its KV."""
     require_native()
-    dtype, quant = request.param
+    dtype, quant, kv = request.param
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype=getattr(torch, dtype))
-    return load_decoder(folder, dtype, "native", threads=2, quant=quant), dtype
+    return load_decoder(folder, dtype, "native", threads=2, quant=quant), kv or dtype
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +61,14 @@ def test_tiny(cell: Cell, tiny: tuple[Model, str], prompts: list[Prompt], oracle
     check_cell(cell, run_cell(cell, *tiny, prompts, tmp_path), oracle, prompts)
 
 
-def test_integers_are_not_the_plain_weights(
+def test_integers_are_not_the_plain_numbers(
     tiny: tuple[Model, str], prompts: list[Prompt], oracle: CellResult, tmp_path: Path
 ) -> None:
     # were the setting ignored, every cell above would pass
-    model, dtype = tiny
+    model, kv_dtype = tiny
+    dtype = str(model.dtype).removeprefix("torch.")
     folder = make_tiny_model(tmp_path / "plain", dtype=getattr(torch, dtype))
     plain = load_decoder(folder, dtype, "native", threads=2)
     other = run_cell(ORACLE, plain, dtype, prompts[:3], tmp_path)
     assert all(oracle.rows[key] != digest for key, digest in other.rows.items())
-    assert numerics_id(dtype, plain.kernels, plain.quant) != numerics_id(dtype, model.kernels, model.quant)
+    assert numerics_id(dtype, plain.kernels, plain.quant) != numerics_id(dtype, model.kernels, model.quant, kv_dtype)

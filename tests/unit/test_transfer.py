@@ -17,8 +17,9 @@ from shared.contracts.parts import BlockRef
 from shared.engine.worker_fake import FakePool
 from shared.kv.handoff import Pull, PullItem
 from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.pool import pool_views
 from shared.kv.transfer import PeerPool, SharedMemoryTransport, digest_blocks, owner_lives, zero_rest
-from tests.native import token_at
+from tests.native import scales_of, token_at
 
 GROUPS = (LayerGroup("full", (0, 1), 2, 4, 8, "float32"),)
 ATTEMPT = Attempt(RequestId("req-a"), Epoch(1), Dispatch(1))
@@ -99,6 +100,22 @@ def test_an_unknown_tile_layout_is_refused() -> None:
     group = LayerGroup("full", (0,), 1, 4, 32, "bfloat16", tile_layout="columns")
     with pytest.raises(ValueError, match="columns"):
         zero_rest(memoryview(bytearray(group.span_bytes)), group, 3)
+
+
+def test_the_rest_of_a_tail_of_integers_is_zeroed_with_its_scales() -> None:
+    group = LayerGroup("full", (0, 1), 2, 8, 32, "int8", LANES16)
+    layout = PoolLayout((group,), (1,))
+    data = torch.full((layout.total_bytes,), 0x11, dtype=torch.uint8)
+    (pool,) = pool_views(data, layout)
+    scales = scales_of(pool)
+    scales.fill_(0.5)
+    zero_rest(memoryview(data.numpy()), group, 19)
+    assert scales[..., :19].eq(0.5).all()
+    assert not scales[..., 19:].any()
+    for token in range(32):
+        for part in token_at(pool, 0, token):
+            assert bool(part.all()) == bool(part.any()) == (token < 19)
+    assert int((data[: group.tiles_bytes] == 0x11).sum()) == group.tiles_bytes * 19 // 32
 
 
 def test_a_new_incarnation_is_mapped_anew(tmp_path: Path) -> None:
