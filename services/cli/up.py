@@ -178,7 +178,8 @@ async def _start(
 
     port = int(facts["gateway"].get("port", settings.gateway.port))
     supervisor.respecify(_same_port(next(spec for spec in specs if spec.name == "gateway"), port))
-    url = f"http://{_reachable(settings.gateway.host)}:{port}"
+    scheme = "https" if settings.gateway.tls_cert else "http"
+    url = f"{scheme}://{_reachable(settings.gateway.host)}:{port}"
     over = threading.Event()
     try:
         for model in reversed(models):  # the first one's time is shown

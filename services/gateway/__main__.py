@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from services.gateway.app import Door, build_app
+from services.gateway.edge import make_edge
 from services.gateway.server import Listener, allow_many_files, bind, serve
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewayConfig
@@ -32,6 +33,12 @@ async def main(runtime: Runtime) -> None:
         max_file_bytes=settings.batch.max_file_bytes,
         keep_alive_s=settings.gateway.keep_alive_s,
         keyed_linger_s=settings.gateway.keyed_linger_s,
+        edge=make_edge(
+            settings.gateway.tls_cert,
+            settings.gateway.tls_key,
+            settings.gateway.trusted_proxies,
+            settings.gateway.cors_origins,
+        ),
         probe_key=runtime.secret_text(PROBE_KEY_VARIABLE),
     )
     allow_many_files()
@@ -42,7 +49,7 @@ async def main(runtime: Runtime) -> None:
         GatewayService(runtime.bus, config, runtime.telemetry, models, metrics=runtime.metrics)
     )
     door = Door(service)
-    listener = await stack.enter_async_context(serve(build_app(door), sock))
+    listener = await stack.enter_async_context(serve(build_app(door), sock, config.edge))
     stack.push_async_callback(_drain, runtime, listener, service)
     if config.probe_key:
         await _until_a_token_came(door, runtime.stop)

@@ -29,7 +29,7 @@ from services.gateway.body import read_body
 from services.gateway.console_files import ConsoleFiles
 from services.gateway.errors import http_body
 from services.gateway.files import Files
-from services.gateway.front import Front
+from services.gateway.front import Front, with_cors
 from services.gateway.keep_alive import KeptAlive
 from services.gateway.keyed import Keyed, PlansOf
 from services.gateway.observe import Observer
@@ -229,7 +229,9 @@ def build_app(door: Door) -> ASGIApp:
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    return Front(app, door.service)
+    front = Front(app, door.service)
+    origins = door.service.config.edge.origins
+    return with_cors(front, origins) if origins else front
 
 
 async def _on_baton_error(request: Request, exc: Exception) -> Response:

@@ -7,9 +7,10 @@ request without a key that policy knows ends here, before its body is read, a sp
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.answers import error_response
@@ -26,6 +27,13 @@ PUBLIC = frozenset({"/", "/health", "/ready"})
 PUBLIC_UNDER = "/console"
 MAX_ECHO_CHARS = 128
 REQUEST_ID = b"x-request-id"
+ASKED_HEADERS = ("authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id")
+TOLD_HEADERS = (
+    "retry-after",
+    "x-request-id",
+    *(f"x-ratelimit-{what}-{limit}" for what in ("limit", "remaining", "reset") for limit in ("requests", "tokens")),
+)
+"""Of an answer's headers those that a page may read."""
 
 _Known = tuple[Identity, bytes]
 """Whose key it is, and the key's hash."""
@@ -85,6 +93,17 @@ def _with_request_id(scope: Scope, given: Iterable[tuple[bytes, bytes]]) -> list
         echo = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")[:MAX_ECHO_CHARS]
         headers.append((REQUEST_ID, echo or new_request_id().encode()))
     return headers
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app`, which pages of these origins may call from a browser. Keys come in a header, never in a cookie."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=ASKED_HEADERS,
+        expose_headers=TOLD_HEADERS,
+    )
 
 
 def is_public(path: str) -> bool:

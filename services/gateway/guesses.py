@@ -66,7 +66,7 @@ def network(address: str) -> str:
     try:
         parsed = ip_address(address)
     except ValueError:
-        return address
+        return address[:64]
     if not isinstance(parsed, IPv6Address):
         return address
     return str(parsed.ipv4_mapped or IPv6Address(int(parsed) >> 64 << 64))

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.connection import KEEP_ALIVE_S, Connection
+from services.gateway.edge import NO_EDGE, Edge
 from shared.contracts.errors import SettingsError
 
 STOP_S = 3
@@ -127,7 +128,7 @@ class Listener:
 
 
 @asynccontextmanager
-async def serve(app: ASGIApp, sock: socket.socket) -> AsyncIterator[Listener]:
+async def serve(app: ASGIApp, sock: socket.socket, edge: Edge = NO_EDGE) -> AsyncIterator[Listener]:
     """Serve `app` on `sock` while the block runs."""
     config = uvicorn.Config(
         app,
@@ -139,6 +140,10 @@ async def serve(app: ASGIApp, sock: socket.socket) -> AsyncIterator[Listener]:
         access_log=False,
         server_header=False,
         backlog=BACKLOG,
+        ssl_certfile=edge.cert or None,
+        ssl_keyfile=edge.key or None,
+        proxy_headers=bool(edge.proxies),
+        forwarded_allow_ips=list(edge.proxies),
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STOP_S,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.gateway.edge import NO_EDGE, Edge
 from shared.ingress.config import IngressConfig
 
 
@@ -15,6 +16,7 @@ class GatewayConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
     max_file_bytes: int = 200 * 1024 * 1024
+    edge: Edge = NO_EDGE
     probe_key: str = ""
     """API key of the gateway's own one-token request; empty: readiness does not wait for a token."""
     keep_alive_s: float = 15.0

@@ -34,6 +34,14 @@ class GatewaySettings(Section):
     port: int = Field(8080, ge=0, le=65535, description="TCP port; 0 takes a free one")
     max_body_bytes: int = Field(4 * 1024 * 1024, gt=0, description="largest request body, bytes")
     shutdown_s: float = Field(10.0, ge=0, description="how long streams may finish when the gateway stops, seconds")
+    tls_cert: str = Field("", description="PEM file of the certificate chain; with tls_key: HTTPS instead of HTTP")
+    tls_key: str = Field("", description="PEM file of the certificate's private key, without a password")
+    trusted_proxies: str = Field(
+        "", description="addresses or networks, comma-separated, whose X-Forwarded-For and -Proto are believed"
+    )
+    cors_origins: str = Field(
+        "", description="origins, comma-separated, whose pages may call the API from a browser; * is any"
+    )
     keep_alive_s: float = Field(
         15.0, ge=0, description="a stream silent for so long gets an SSE comment, seconds; 0: none"
     )

@@ -364,7 +364,7 @@ async def gateway_stack(backend: Backend | None = None, **config: Any) -> AsyncI
     backend = backend or Backend(broker)
     bus = MemoryBus(broker, "gateway")
     context = config.pop("context", CONTEXT)
-    names = ("max_body_bytes", "body_timeout_s", "probe_key", "keep_alive_s")
+    names = ("max_body_bytes", "body_timeout_s", "probe_key", "keep_alive_s", "edge")
     http = {name: config.pop(name) for name in names if name in config}
     options = {"tick_s": 0.05, "beat_s": 0.05, "drain_s": 0.5, "hop_timeout_s": 2.0, **config}
     settings = GatewayConfig(ingress=IngressConfig(GATEWAY, "gateway", **options), **http)
@@ -396,7 +396,7 @@ async def http_stack(
     sock = bind("127.0.0.1", 0)
     if send_buffer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    async with gateway_stack(backend, **config) as stack, serve(stack.app, sock) as listener:
+    async with gateway_stack(backend, **config) as stack, serve(stack.app, sock, stack.service.config.edge) as listener:
         yield stack, f"http://127.0.0.1:{listener.port}"
 
 
