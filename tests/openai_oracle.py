@@ -97,7 +97,7 @@ def _closed(schema: Any, name: str, path: str) -> Any:
     if isinstance(properties := schema.get("properties"), dict):
         closed["properties"] = {key: _closed(value, name, f"{path}.{key}") for key, value in properties.items()}
         if path == name:
-            closed["properties"] |= {key: True for key in EXTENSIONS.get(name, ())}
+            closed["properties"] |= dict.fromkeys(EXTENSIONS.get(name, ()), True)
         if "allOf" not in schema:
             closed.setdefault("additionalProperties", False)
     # as OpenAPI 3.0 said it; this document is of both kinds
