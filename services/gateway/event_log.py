@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -76,6 +77,7 @@ class EventLog:
         self.status = 0
         """Of HTTP; 0 until the answer begins."""
         self.stream = False
+        self.headers: Mapping[str, str] = MappingProxyType({})
         self.events: list[bytes] = []
         self.complete = False
         self._places: list[Place] = []
@@ -86,9 +88,9 @@ class EventLog:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    def begin(self, status: int, *, stream: bool) -> None:
-        """The answer begins."""
-        self.status, self.stream = status, stream
+    def begin(self, status: int, *, stream: bool, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        """The answer begins. `headers` are for readers here, and not kept."""
+        self.status, self.stream, self.headers = status, stream, headers
         self._tell()
 
     def extend(self, events: Iterable[bytes], *, last: bool = False) -> None:

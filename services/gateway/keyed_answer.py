@@ -93,7 +93,7 @@ class KeyedAnswer(Response):
         if self._entry.error is not None:
             raise self._entry.error
         body = b"".join(log.events)
-        await self._begin(log.status, {**JSON_HEADERS, "content-length": str(len(body))}, send)
+        await self._begin(log.status, {**JSON_HEADERS, **log.headers, "content-length": str(len(body))}, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})
         return True
 

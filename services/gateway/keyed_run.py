@@ -87,7 +87,7 @@ class KeyedRun:
             self._begun.session.cancel("client_gone")
 
     async def release(self) -> None:
-        """It could not begin: whoever comes next may try."""
+        """It could not begin, or not go on: whoever comes next may try."""
         try:
             with suppress(BatonError):  # else it is ours until we are gone, or ask for it again
                 await self._put(i.OPEN)
@@ -107,20 +107,20 @@ class KeyedRun:
             await begun.response({"type": "http"}, _for_ever, self._send)
             if not self.log.complete:
                 raise Internal("an answer has no end")
-        except BaseException:
+        except Exception:
             self.cancel()
-            self.log.extend([], last=True)
+            await self.release()
             raise
         finally:
             keeping.cancel()
-            self._closed.set()
 
     # ------------------------------------------------------------------------------------------ the answer
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", ())).get(b"content-type", b"")
-            self.log.begin(message["status"], stream=kind.startswith(b"text/event-stream"))
+            headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in message.get("headers", ())}
+            stream = headers.get("content-type", "").startswith("text/event-stream")
+            self.log.begin(message["status"], stream=stream, headers=headers)
             return
         self._body += message.get("body", b"")
         last = not message.get("more_body", False)
@@ -195,7 +195,7 @@ class KeyedRun:
         if session is not None:
             usage = session.usage()
             counts = {
-                "committed": _resumable(session),
+                "committed": _resumable(session) if state != i.DONE else b"",
                 "epoch": session.stream.attempt.epoch if isinstance(session, Session) else 0,
                 "prompt_tokens": usage.prompt_tokens if usage.completion_tokens else 0,
                 "completion_tokens": usage.completion_tokens,

@@ -168,6 +168,55 @@ async def test_a_request_that_failed_runs_again_under_the_same_id_and_seed(redis
         assert second.attempt.epoch > first.attempt.epoch
 
 
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_a_refusal_behind_admission_keeps_its_headers_and_frees_the_key(
+    redis: RedisStore, body: dict[str, Any]
+) -> None:
+    async with keyed_world(redis) as world:
+        world.backend.refuse_placement = Overloaded("full", retry_after_s=7.0)
+        refused = await world.gateways[0].post("completions", body, "k")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "7")
+        world.backend.refuse_placement = None
+        assert (await world.gateways[1].post("completions", body, "k")).status_code == 200
+        assert {settle.attempt.request_id for settle in await world.settled(2)} == {refused.headers["x-request-id"]}
+
+
+async def test_several_prompts_and_choices_are_one_answer(redis: RedisStore) -> None:
+    async with keyed_world(redis) as world:
+        body = {**STREAM, "prompt": ["hi", "ho"], "n": 2, "max_tokens": 6}
+        answers = [await gateway.post("completions", body, "k") for gateway in world.gateways]
+        assert answers[0].content == answers[1].content
+        texts = ["", "", "", ""]
+        for _, event in events(answers[0])[:-1]:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == [TEXT[:6]] * 4
+        requests = {settle.attempt.request_id for settle in await world.settled(2)}
+        assert len(requests) == 2
+        assert answers[1].headers["x-request-id"] in requests
+
+
+async def test_without_policy_a_new_key_is_503_and_a_running_stream_ends_well(redis: RedisStore) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, 1, hold=hold) as world:
+        (gateway,) = world.gateways
+        running = asyncio.create_task(gateway.post("completions", STREAM, "k"))
+        await world.backend.sent()
+        await world.desk.stop()
+        assert (await gateway.post("completions", BODY, "l")).status_code == 503
+        hold.set()
+        found = events(await running)
+        assert text_of(found) == TEXT
+        assert found[-1][1] == "[DONE]"
+        again = events(await gateway.post("completions", STREAM, "k"))  # the entry is here still
+        assert again == found
+        await world.settled(1)
+        await world.desk.start()
+        await _finished(world)
+        assert events(await gateway.post("completions", STREAM, "k")) == found
+        assert len(world.backend.submits) == 1
+
+
 async def test_a_refused_admission_leaves_the_key_free(redis: RedisStore) -> None:
     async with keyed_world(redis) as world:
         world.backend.policy_refuses = QuotaExceeded("slow down", retry_after_s=1.0)
