@@ -106,14 +106,15 @@ def check_frames(content: bytes, raw: bytes) -> None:
     assert ended == set(range(len(ended)))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_no_body_is_a_fault_of_ours(client: httpx.Client, data: st.DataObject) -> None:
     check(client, data)
 
 
 @pytest.mark.long
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(900)
+@settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_no_body_is_a_fault_of_ours_at_length(client: httpx.Client, data: st.DataObject) -> None:
     check(client, data)

@@ -227,6 +227,7 @@ def test_a_client_can_go_on_from_any_event_in_this_run_or_another(data: st.DataO
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @settings(max_examples=3000, deadline=None)
 @given(st.data())
 def test_frames_and_places_at_length(data: st.DataObject) -> None:
