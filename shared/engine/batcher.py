@@ -42,6 +42,10 @@ SCORED_CHUNK = 64
 """Most prompt tokens in a step of a sequence that wants their log-probabilities."""
 
 
+NOT_FINITE = "the logits were not finite"
+STUCK = "its grammar allows no further token"
+
+
 class NoSlot(ReservationRefused):
     """As many sequences are live as the engine runs at once."""
 
@@ -307,7 +311,8 @@ class Batcher:
         bad_rows, told = output.bad_rows, output.logprobs
         for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
             logprobs = told.get(i, ()) if told else ()
-            self._commit_row(row, sampled, token_s * len(row.token_ids), logprobs, bad=i in bad_rows)
+            fault = (STUCK if i in output.stuck else NOT_FINITE) if i in bad_rows else ""
+            self._commit_row(row, sampled, token_s * len(row.token_ids), logprobs, fault)
         return self.take_updates()
 
     def fail_step(self, step: int, detail: str) -> list[SequenceUpdate]:
@@ -436,14 +441,15 @@ class Batcher:
         return self._in_flight[0]
 
     def _commit_row(
-        self, row: ScheduledSequence, sampled: Seq[int], share_s: float, logprobs: Seq[TokenLogprob], bad: bool
+        self, row: ScheduledSequence, sampled: Seq[int], share_s: float, logprobs: Seq[TokenLogprob], fault: str
     ) -> None:
         seq = self._sequences[row.seq_id]
         seq.steps_in_flight -= 1
         seq.spent(row.start, share_s)
-        if bad:
-            condemn(self.pool, seq)
-            self._fail(seq, "the logits were not finite")
+        if fault:
+            if fault == NOT_FINITE:
+                condemn(self.pool, seq)
+            self._fail(seq, fault)
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
             self._lend(seq)

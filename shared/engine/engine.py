@@ -390,7 +390,8 @@ def _widen(plan: StepPlan, part: StepOutput, sound: tuple[int, ...]) -> StepOutp
         sampled[i] = tokens
     logprobs = {sound[i]: found for i, found in part.logprobs.items()}
     bad_rows = frozenset(sound[i] for i in part.bad_rows)
-    return replace(part, sampled=tuple(sampled), bad_rows=bad_rows, logprobs=logprobs)
+    stuck = frozenset(sound[i] for i in part.stuck)
+    return replace(part, sampled=tuple(sampled), bad_rows=bad_rows, logprobs=logprobs, stuck=stuck)
 
 
 def _widen_later(plan: StepPlan, part: PendingStep, sound: tuple[int, ...]) -> PendingStep:

@@ -62,7 +62,7 @@ class FakeRunner:
             i: tuple(_made_up_logprob(token, top) for token, top in _wanted(row, tokens))
             for i, (row, tokens) in enumerate(zip(plan.sequences, sampled, strict=True))
         }
-        return StepOutput(plan.step, sampled, bad, duration_s=duration_s, logprobs=logprobs)
+        return StepOutput(plan.step, sampled, bad, duration_s=duration_s, logprobs=logprobs, stuck=bad)
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
         """There is nothing to overwrite."""

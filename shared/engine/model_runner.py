@@ -93,19 +93,22 @@ class ModelRunner:
         logits = self._model.forward(batch, self._groups, self._pools)
         if batch.top_only:
             logprobs: Mapping[int, tuple[TokenLogprob, ...]] = {}
+            stuck: frozenset[int] = frozenset()
             sampled, bad = sample_greedily(logits, plan.sequences, batch.logit_ranges, lost)
         else:
             if self._record_logits is not None:
                 self._record(plan, batch, logits)
             found = NO_MASKS if masks is None else masks.result()
-            bad = lost | self._report(found) | _not_finite(logits, plan, batch)
+            bad = lost | _not_finite(logits, plan, batch)
+            stuck = self._report(found) - bad
+            bad |= stuck
             sampler, ranges = self._model.sampler, batch.logit_ranges
             sampled, bad = sample_sequences(logits, plan.sequences, ranges, bad, _tokens(batch), found.bits, sampler)
             logprobs = logprobs_of(logits, plan.sequences, ranges, sampled, bad, sampler)
         self._last = {
             sequence.seq_id: tokens for sequence, tokens in zip(plan.sequences, sampled, strict=True) if tokens
         } | {plan.sequences[i].seq_id: () for i in bad}
-        return StepOutput(plan.step, sampled, bad, time.perf_counter() - start, logprobs)
+        return StepOutput(plan.step, sampled, bad, time.perf_counter() - start, logprobs, stuck)
 
     def _begin_masks(self, plan: StepPlan, tokens: list[list[int]], skip: frozenset[int]) -> Future[StepMasks] | None:
         rows = constrained_rows(plan.sequences, tokens, skip)

@@ -61,3 +61,4 @@ class StepOutput:
     duration_s: float = 0.0  # shared out among the sequences by their tokens
     logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     """Per index of a sequence that asked: of its scored tokens, then of those sampled."""
+    stuck: frozenset[int] = frozenset()  # those of bad_rows whose logits were sound, and whose grammar ended them

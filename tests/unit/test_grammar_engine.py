@@ -14,7 +14,7 @@ import torch
 
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
-from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.batcher import STUCK, Batcher, BatcherConfig
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import ERROR, SequenceSpec, SequenceUpdate
 from shared.engine.step_plan import StepPlan
@@ -167,6 +167,7 @@ def test_an_output_that_broke_its_grammar_ends_alone(model: Model, tmp_path: Pat
         running.steps()
         running.batcher.check()
     assert running.ends["broken"].finish == ERROR
+    assert running.ends["broken"].detail == STUCK
     assert running.ends["whole"].finish == "stop"
 
 
