@@ -16,7 +16,7 @@ from services.cli.words import sentence
 from shared.contracts.errors import SettingsError
 from shared.model.gguf_folder import is_gguf
 from shared.settings.load import DEFAULT, LoadedSettings, read_settings, settings_file
-from shared.settings.models import quant_conflict, served_models
+from shared.settings.models import kv_conflict, quant_conflict, served_models
 from shared.settings.sections import Settings
 
 EXIT_WRONG = 2
@@ -99,6 +99,8 @@ def problems(loaded: LoadedSettings, faulty: Collection[str] = ()) -> Iterator[s
         if conflict := quant_conflict(settings, model):
             own = bool(settings.models) and settings.models[number].quant is not None
             yield told(f"models.{number}.quant" if own else "engine.quant", f" {conflict}")
+    if conflict := kv_conflict(settings):
+        yield told("kv.dtype", f" {conflict}")
     if settings.policy.tenants:
         path = Path(settings.policy.tenants).expanduser()
         if not path.is_file():

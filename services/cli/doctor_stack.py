@@ -22,7 +22,7 @@ from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
 from shared.model.gguf_folder import folder_of, is_gguf
-from shared.model.quality_gate import AUTO, Configuration, open_gate
+from shared.model.quality_gate import AUTO, SAME, Configuration, open_gate
 from shared.settings.load import read_settings, settings_file
 from shared.settings.models import served_models
 from shared.settings.sections import ModelEntry, Settings
@@ -67,8 +67,10 @@ def kernels(settings: Settings, env: Mapping[str, str]) -> Finding:
     if settings.workers.fake or settings.engine.kernels not in ("auto", "native"):
         return Finding("kernels", SKIP, "fake workers" if settings.workers.fake else settings.engine.kernels)
     needed = any(entry.quant != "none" for entry in served_models(settings))
-    bad = FAIL if needed else WARN
-    instead = "quant needs them: set it to none" if needed else "none needed: torch computes instead, more slowly"
+    bad = FAIL if needed or settings.kv.dtype == "int8" else WARN
+    instead = "none needed: torch computes instead, more slowly"
+    if bad == FAIL:
+        instead = "quant needs them: set it to none" if needed else "kv.dtype needs them: set it to auto"
     try:
         level = machine_level(env)
     except ValueError as exc:
@@ -130,18 +132,21 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
         digest, gate = model_digest(folder), open_gate(cache_dir(env))
     except SettingsError:
         return Finding("quality", SKIP, f"looked at once the model {entry.name} is there")
-    native = kernels(settings, env).verdict == OK or entry.quant != "none"
+    integers = settings.kv.dtype == "int8"
+    native = kernels(settings, env).verdict == OK or entry.quant != "none" or integers
     family = "triton" if settings.engine.device != "cpu" and has_gpu() else "native" if native else "torch"
     dtype = gate.default_dtype(digest, family) if entry.dtype == AUTO else entry.dtype
-    configuration = Configuration(family, dtype, entry.quant or "none")
+    configuration = Configuration(family, dtype, entry.quant or "none", settings.kv.dtype if integers else SAME)
     line = gate.describe(digest, configuration)
     if gate.allows(digest, configuration):
         return Finding("quality", OK, line)
     unmeasured = gate.record(digest, configuration) is None and family != "triton"  # no measure there yet
     flags = f"--kernels {family} --dtype {dtype} --quant {configuration.quant}"
+    if integers:
+        flags += f" --kv {settings.kv.dtype}"
     where = f"--model {folder} " if entry.path else ""
     measure = f"./baton bench quality {where}{flags} measures it" if unmeasured else ""
-    return Finding("quality", WARN, line, measure or "leave dtype at auto and quant at none for what passed")
+    return Finding("quality", WARN, line, measure or "leave dtypes at auto and quant at none for what passed")
 
 
 def state(path: Path) -> Finding:

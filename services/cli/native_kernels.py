@@ -10,7 +10,7 @@ from kernels.native.compiler import ZIG, ZIG_SIZE, NativeUnavailable, NoCompiler
 from services.cli.cores import has_gpu
 from shared.contracts.errors import SettingsError
 from shared.model.fetch import cache_dir
-from shared.settings.models import quant_conflict, served_models
+from shared.settings.models import kv_conflict, quant_conflict, served_models
 from shared.settings.sections import Settings
 
 
@@ -27,21 +27,24 @@ def prepare_kernels(
         fetch: called where the machine has no C compiler; puts one into the folder.
 
     Raises:
-        SettingsError: weights are to be integers, which nothing else multiplies, and the library cannot be had.
+        SettingsError: weights or KV are to be integers, which nothing else multiplies, and the library cannot be had.
     """
     engine, models = settings.engine, served_models(settings)
     for model in models:
         if conflict := quant_conflict(settings, model):
             raise SettingsError(f"quant {model.quant!r} of {model.name} {conflict}", param="engine.quant")
-    quants = [model.quant for model in models if model.quant != "none"]
-    on_gpu = engine.device != "cpu" and has_gpu() and not quants  # integers are the processor's
+    if conflict := kv_conflict(settings):
+        raise SettingsError(f"kv.dtype {settings.kv.dtype!r} {conflict}", param="kv.dtype")
+    wanting = [(f"quant {model.quant!r}", "engine.quant") for model in models if model.quant != "none"]
+    wanting += [("kv.dtype 'int8'", "kv.dtype")] if settings.kv.dtype == "int8" else []
+    on_gpu = engine.device != "cpu" and has_gpu() and not wanting  # integers are the processor's
     if settings.workers.fake or engine.kernels not in ("auto", "native") or on_gpu:
         return ""
     try:
         built = _built(cache_dir(env) / "kernels", env, say, fetch)
     except NativeUnavailable as exc:
-        if quants:
-            raise SettingsError(f"quant {quants[0]!r} needs the native kernels: {exc}", param="engine.quant") from exc
+        for what, param in wanting:
+            raise SettingsError(f"{what} needs the native kernels: {exc}", param=param) from exc
         return f"{exc}; torch computes instead, more slowly"
     return f"native kernels for {built.level}"
 

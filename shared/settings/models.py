@@ -60,8 +60,17 @@ def for_model(settings: Settings, entry: ModelEntry) -> Settings:
 
 def quant_conflict(settings: Settings, model: ModelEntry) -> str:
     """Why the weights of one of `served_models` cannot be integers with these settings; "" for no reason."""
+    return "" if model.quant in (None, "none") else _integers_conflict(settings)
+
+
+def kv_conflict(settings: Settings) -> str:
+    """Why KV cannot be integers with these settings; "" for no reason."""
+    return _integers_conflict(settings) if settings.kv.dtype == "int8" else ""
+
+
+def _integers_conflict(settings: Settings) -> str:
     engine = settings.engine
-    if model.quant in (None, "none") or settings.workers.fake:
+    if settings.workers.fake:
         return ""
     if engine.kernels not in ("auto", "native"):
         return f"needs the native kernels, not engine.kernels = {engine.kernels!r}"

@@ -1,0 +1,130 @@
+"""`[kv] dtype`: where it reaches, what it changes, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kernels.native.cpu import NEEDED, VARIABLE
+from services.cli import doctor_stack
+from services.cli.config import problems
+from services.cli.doctor import FAIL
+from services.cli.native_kernels import prepare_kernels
+from shared.contracts.errors import SettingsError
+from shared.contracts.ids import WorkerId
+from shared.engine.worker_engine import WorkerOptions, open_worker_engine
+from shared.engine.worker_settings import worker_options
+from shared.kv.layout import LayerGroup, fingerprint
+from shared.model.decoder import load_decoder
+from shared.model.kv_dtype import kv_dtype_of, require_kv_dtype_on_gpu
+from shared.model.quality_gate import Configuration, Gate
+from shared.settings.load import LoadedSettings
+from shared.settings.models import for_model, served_models
+from shared.settings.sections import EngineSettings, KvSettings, Settings, WorkersSettings
+from tests.native import require_native
+from tests.tiny_models import make_tiny_model
+
+INT8 = Settings(kv=KvSettings(dtype="int8"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_setting_reaches_the_worker() -> None:
+    assert worker_options(for_model(INT8, served_models(INT8)[0]), "decode", os.environ).kv_dtype == "int8"
+    with pytest.raises(ValidationError, match="dtype"):
+        KvSettings.model_validate({"dtype": "int4"})
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [("auto", "float32"), ("float32", "float32"), ("int8", "int8")])
+def test_native_kernels_keep_kv_as_they_compute_or_in_integers(folder: Path, wanted: str, kept: str) -> None:
+    require_native()
+    assert kv_dtype_of(wanted, load_decoder(folder, "float32", "native", threads=1)) == kept
+
+
+@pytest.mark.parametrize(
+    ("kernels", "wanted", "words"),
+    [
+        ("native", "bfloat16", "kv.dtype 'bfloat16' with a model that computes in float32"),
+        ("torch", "int8", "kv.dtype 'int8' needs the native kernels"),
+    ],
+)
+def test_what_nothing_reads_is_refused(folder: Path, kernels: str, wanted: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as error:
+        kv_dtype_of(wanted, load_decoder(folder, "float32", kernels, threads=1))
+    assert error.value.param == "kv.dtype"
+
+
+def test_a_gpu_keeps_kv_as_it_computes() -> None:
+    require_kv_dtype_on_gpu("auto", "bfloat16")
+    require_kv_dtype_on_gpu("bfloat16", "bfloat16")
+    with pytest.raises(SettingsError, match=r"kv\.dtype 'int8' does not run on a GPU"):
+        require_kv_dtype_on_gpu("int8", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (EngineSettings(kernels="torch"), "needs the native kernels, not engine.kernels = 'torch'"),
+        (EngineSettings(device="cuda"), "does not run on a GPU, which engine.device = 'cuda' asks for"),
+        (EngineSettings(), ""),
+    ],
+)
+def test_settings_that_contradict_are_told_before_a_start(engine: EngineSettings, words: str) -> None:
+    settings = INT8.model_copy(update={"engine": engine})
+    assert list(problems(LoadedSettings(settings, {}))) == ([f"kv.dtype = 'int8' {words}"] if words else [])
+    if words:
+        with pytest.raises(SettingsError, match=f"^kv.dtype 'int8' {words}$"):
+            prepare_kernels(settings, {})
+    fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
+    assert not list(problems(LoadedSettings(fake, {})))
+
+
+def test_a_stack_whose_kv_nothing_reads_does_not_start(tmp_path: Path) -> None:
+    env = {"BATON_CACHE": str(tmp_path), VARIABLE: "none"}
+    with pytest.raises(SettingsError, match=f"^kv.dtype 'int8' needs the native kernels: {NEEDED}$"):
+        prepare_kernels(INT8, env)
+    found = doctor_stack.kernels(INT8, env)
+    assert (found.verdict, found.fix) == (FAIL, "kv.dtype needs them: set it to auto")
+
+
+def test_integers_take_half_the_memory_and_a_scale_each() -> None:
+    plain = LayerGroup("full", (0, 1, 2), 2, 64, 32, "bfloat16", "lanes16")
+    integers = replace(plain, dtype="int8")
+    vectors = 3 * 2 * 2 * 32
+    assert (plain.span_bytes, integers.span_bytes) == (vectors * 128, vectors * 68)
+    assert (integers.tiles_bytes, integers.scales_bytes, plain.scales_bytes) == (vectors * 64, vectors * 4, 0)
+    assert fingerprint((plain,), "m", "n") != fingerprint((integers,), "m", "n")
+
+
+def test_a_worker_of_integers_has_more_blocks_and_another_identity(folder: Path, tmp_path: Path) -> None:
+    require_native()
+    options = WorkerOptions(
+        folder, tmp_path, dtype="bfloat16", pool_bytes=1 << 20, threads=1, kernels="native", calibrate=False
+    )
+    facts = []
+    for kv_dtype in ("auto", "int8"):
+        core = open_worker_engine(replace(options, kv_dtype=kv_dtype), WorkerId(f"decode-{kv_dtype}"))
+        core.start()
+        core.stop(30.0)
+        facts.append(core.facts)
+    plain, integers = facts
+    assert integers.layout.num_blocks[0] >= 1.5 * plain.layout.num_blocks[0]  # heads of 16 and their scales
+    assert integers.fingerprint != plain.fingerprint
+    assert integers.numerics != plain.numerics
+    assert "-kv.int8-" in integers.numerics
+    assert integers.computes.startswith("bfloat16 on native kernels, KV in int8: quality never measured")
+
+
+def test_integers_are_another_configuration_of_the_gate() -> None:
+    exact = Configuration("native", "float32")
+    assert exact.is_exact
+    assert not replace(exact, kv="int8").is_exact
+    assert not Gate([]).allows("m", replace(exact, kv="int8"))
+    assert str(replace(exact, kv="int8")) == "float32 on native kernels, KV in int8"
