@@ -122,7 +122,7 @@ class DecodeWorker:
     async def _reserve(self, message: m.Reserve, delivery: Delivery) -> m.Reserved | m.Refusal:
         try:
             grant = self._verify(message.grant)
-            reserving.require_sane(message, grant, self.shell.core.facts.max_positions)
+            reserving.require_sane(message, grant, self.shell.core.facts)
             # before anything is held: whoever cancels meanwhile must find all of it or nothing
             for grammar in {choice.grammar for choice in message.sampling if choice.grammar}:
                 await asyncio.to_thread(self.shell.core.require_grammar, grammar)

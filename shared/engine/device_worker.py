@@ -77,6 +77,7 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         eos_token_ids=frozenset(model.config.eos_token_ids),
         max_positions=model.config.max_positions,
         fake=False,
+        samples_plainly=True,
     )
     return WorkerEngine(options, facts, pool, DeviceSteps(steps), on_stop=steps.close)
 

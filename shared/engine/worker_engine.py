@@ -52,9 +52,9 @@ LEAST_BANDWIDTH = 4e9
 """Bytes a second at which KV is read at least: bounds what a position of context can cost."""
 CALIBRATION_WAIT_S = 4.0
 """How long a worker waits for its turn to be timed; then it is timed beside the others."""
-REFINE_EVERY = 8
-"""Decode steps between refinements of the step-time model, which cost about a small step's bookkeeping. Steps with
-prompt tokens are rarer, cost more and tell more: each one refines it."""
+REFINE_EVERY = 32
+"""Decode steps between refinements of the step-time model, each of which costs as much as the bookkeeping of several.
+Steps with prompt tokens are rarer, cost more and tell more: each one refines it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,7 @@ class WorkerFacts:
     max_positions: int
     fake: bool
     computes: str = ""  # number format and kernels, and what is known of their quality
+    samples_plainly: bool = False  # by temperature, top_k and top_p alone, and without log-probabilities
 
 
 @dataclass(slots=True)
@@ -127,6 +128,7 @@ class WorkerEngine:
     share: CoreShare | None = None  # of the cores, closed with the engine
     kernel_cpu_s: Callable[[], float] | None = None  # processor seconds spent in native kernels so far
     grammars: LazyCompiler | None = None  # None: it samples under no grammar
+    quick_rows: Callable[[], tuple[int, int]] | None = None  # as `NativeDecoder.quick_rows`
     on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
@@ -432,7 +434,8 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
         share = open_share(options.kv_dir / "cores", worker, options.cores) if options.cores else None
         steps = ModelSteps(run, pool.zero_blocks, share, use_threads)
         kernel_cpu_s = native.kernel_cpu_s if native else None
-        return WorkerEngine(options, facts, pool, steps, share, kernel_cpu_s, grammars)
+        quick_rows = native.quick_rows if native else None
+        return WorkerEngine(options, facts, pool, steps, share, kernel_cpu_s, grammars, quick_rows)
     except BaseException:
         pool.close()
         raise
