@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from shared.contracts.errors import BatonError, Cancelled, ContextExceeded, Forbidden, from_wire
 from shared.contracts.messages import Refusal
@@ -43,6 +44,9 @@ def expose_engine(
     def read() -> None:
         if core.kernel_cpu_s is not None:
             metrics.total(names.KERNEL_CPU, core.kernel_cpu_s())
+        if core.quick_rows is not None:
+            for outcome, count in zip(("few", "many"), core.quick_rows(), strict=True):
+                metrics.total(names.QUICK_HEAD_ROWS, count, outcome=outcome)
         now = gauges()
         if now is not None:
             metrics.set(names.RUNNING, now.running)
@@ -73,15 +77,15 @@ class _StepTally:
 
     def enter(self) -> None:
         """On any thread."""
-        metrics = self._metrics
-        while self._waiting:
-            try:
-                step = self._waiting.popleft()
-            except IndexError:  # another thread was faster
-                return
-            metrics.observe(names.ITERATION_TOKENS, step.num_tokens)
-            metrics.observe(names.STEP_SECONDS, step.duration_s)
-            metrics.inc(names.COMPUTED_TOKENS, step.num_tokens)
+        steps = list[StepObservation]()
+        with suppress(IndexError):  # another thread may be at it too
+            while self._waiting:
+                steps.append(self._waiting.popleft())
+        if steps:
+            num_tokens = [step.num_tokens for step in steps]
+            self._metrics.observe_all(names.ITERATION_TOKENS, num_tokens)
+            self._metrics.observe_all(names.STEP_SECONDS, [step.duration_s for step in steps])
+            self._metrics.inc(names.COMPUTED_TOKENS, sum(num_tokens))
 
 
 def usage(blocks: Sequence[BlockCounts]) -> float:

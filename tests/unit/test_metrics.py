@@ -174,3 +174,17 @@ def test_names_are_the_same_in_every_format(accept: str) -> None:
     samples = [line for line in text.splitlines() if not line.startswith("#")]
     assert any(line.startswith("vllm:") for line in samples)
     assert not [line for line in samples if line.startswith("vllm_")]
+
+
+def test_values_entered_together_count_as_one_by_one() -> None:
+    values = [0.0, 0.001, 0.0011, 0.3, 5.0, 1e9]
+    together, alone = Metrics("decode"), Metrics("decode")
+    together.observe_all(names.STEP_SECONDS, values)
+    for value in values:
+        alone.observe(names.STEP_SECONDS, value)
+
+    def told(metrics: Metrics) -> list[str]:
+        return [line for line in metrics.exposition()[0].decode().splitlines() if names.STEP_SECONDS.name in line]
+
+    assert told(together) == told(alone)
+    assert together.value(names.STEP_SECONDS) == len(values)
