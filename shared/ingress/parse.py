@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shared.contracts.errors import InvalidInput
+from shared.ingress.json_depth import too_deep
 from shared.ingress.openai_schema import (
     CHAT_NEUTRAL,
     COMPLETIONS_NEUTRAL,
@@ -76,6 +77,8 @@ def json_object(body: bytes) -> dict[str, Any]:
     # NaN and Infinity pass here, so that the parameter which holds them can be named
     try:
         value = json.loads(body.decode("utf-8"))
+        if too_deep(value, body):
+            raise RecursionError
         if _SURROGATE.search(body):
             _require_valid_text(value, ())
     except (ValueError, RecursionError) as exc:
