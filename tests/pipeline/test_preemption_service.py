@@ -117,7 +117,7 @@ async def test_choices_that_could_not_all_begin_are_refused_for_good(tmp_path: P
             grant=signed_grant("req-many"),
             token_ids=pack_tokens(PROMPT * 2),
             num_prompt_tokens=len(PROMPT) * 2,
-            sampling=(SAMPLING,) * 3,
+            sampling=(SAMPLING,) * 8,
         )
         subject = subjects.decode(c.decode_id, "reserve")
         answer = await c.driver.bus.request(subject, message, m.Reserved | m.Refusal, timeout_s=5)
