@@ -1,18 +1,24 @@
 /* The largest logits of rows, exactly, without reading the whole head: a head of 8-bit integers first, then the real one
- * for each block of outputs that could hold the largest.
+ * for each block of outputs that could hold one that matters.
  *
  * A row x goes to the integers as two, itself and what quantizing it loses, r: together they miss x by little. With E the
  * real product and A the sum of the two, |E - A| <= D |v| + X |w - v| + rounding, where X is the norm of x, D bounds that
  * of what is still missed, v are the values of an output's integers and w its weights. The largest lower bound A - |E - A|
  * of any output is at most the largest E, so a block whose upper bounds are all below it holds no largest one, nor its
  * equal. Other logits become minus infinity. A row that is not finite or very large has no bounds: all of it is
- * computed. */
+ * computed.
+ *
+ * Of a row that draws from its k largest, k blocks have an output of at least the k-th largest of the blocks' lower bounds,
+ * so the k-th largest E is no less; of one that draws from those within a distance of the largest, the same with that
+ * distance. Values drawn by are logits over the temperature, less the largest, each rounded: a logit that equals the last
+ * one there differs from it by less than 2^-22 of the three. */
 #ifndef BATON_TOP_H
 #define BATON_TOP_H
 
 #include <float.h>
 
 #include "linear/cpu_kernel.h"
+#include "sampling/cpu_keys.h"
 
 enum { SLICE = 64 }; /* blocks of outputs that one item looks at */
 static const double MOST_NORM = 1e15; /* of a row or an output: products of two stay far below the largest float */
@@ -24,13 +30,21 @@ typedef struct {
     element *pairs;      /* [rows][2][x_stride]: rows, and what quantizing loses of them */
     const float *quick_logits; /* [rows][2][out] of those */
     float *logits;       /* [rows, out] */
+    const baton_row *draws; /* [rows], or NULL: by the largest */
     float *factors;      /* [rows][2]: of the two norms in a bound */
-    float *lowers;       /* [rows][slices] */
+    float *limits;       /* [rows]: logits below it do not matter */
+    float *uppers;       /* [rows][slices] */
+    float *lowers;       /* [rows][blocks] */
     int64_t *rechecked;  /* [rows]: blocks computed by the real head */
     long rows, x_stride;
 } NAME(top);
 
 INLINE long NAME(slices)(const baton_linear *head) { return pieces(pieces(head->out, BLOCK), SLICE); }
+
+/* Bytes of a row's factors, limit and bounds. */
+INLINE size_t NAME(bounds_bytes)(const baton_linear *head) {
+    return (size_t)(3 + NAME(slices)(head) + pieces(head->out, BLOCK)) * sizeof(float);
+}
 
 /* What quantizing a group loses, as quantize_groups does it; their squares are added. */
 INLINE void NAME(split_group)(const element *x, long count, element *lost, lanes *norm, lanes *missed) {
@@ -98,13 +112,36 @@ static void NAME(lower_item)(const void *argument, long item, int thread) {
     const NAME(top) *p = argument;
     const long slices = NAME(slices)(p->head), row = item / slices, slice = item % slices;
     const long last = smaller(pieces(p->head->out, BLOCK), (slice + 1) * SLICE);
-    float best = -INFINITY;
+    float *lowers = p->lowers + row * pieces(p->head->out, BLOCK), top = -INFINITY;
     for (long block = slice * SLICE; block < last; block++) {
         float most, least;
         NAME(bounds)(p, row, block, &most, &least);
-        if (least > best) best = least;
+        lowers[block] = least > -INFINITY ? least + 0.0f : -INFINITY; /* neither NaN nor negative zero */
+        if (!(most <= top)) top = most;                               /* a NaN stays */
     }
-    p->lowers[item] = best;
+    p->uppers[item] = top;
+}
+
+/* Below it, no logit of the row matters. */
+static void NAME(limit_item)(const void *argument, long row, int thread) {
+    (void)thread;
+    const NAME(top) *p = argument;
+    const long slices = NAME(slices)(p->head), blocks = pieces(p->head->out, BLOCK);
+    const float *lowers = p->lowers + row * blocks;
+    const baton_row *draw = p->draws ? p->draws + row : 0;
+    float best = -INFINITY, top = -INFINITY;
+    for (long i = 0; i < blocks; i++)
+        if (lowers[i] > best) best = lowers[i];
+    p->limits[row] = best;
+    if (!draw || !(draw->temperature > 0.0f)) return;
+    for (long i = 0; i < slices; i++)
+        if (!(p->uppers[row * slices + i] <= top)) top = p->uppers[row * slices + i];
+    double limit = -INFINITY;
+    if (draw->top_k > 0 && draw->top_k <= blocks) limit = (double)nth_largest(lowers, blocks, draw->top_k);
+    const double within = (double)best + draw->log_min_p * draw->temperature * (1 + 1e-6);
+    if (within > limit) limit = within;
+    /* logits that are drawn from lie between the limit and the top */
+    p->limits[row] = (float)(limit - (fabs(limit) + fabs((double)top)) / (1 << 18) - 1e-30);
 }
 
 static void NAME(recheck_item)(const void *argument, long item, int thread) {
@@ -115,15 +152,14 @@ static void NAME(recheck_item)(const void *argument, long item, int thread) {
     const long last = smaller(pieces(head->out, BLOCK), (slice + 1) * SLICE), words = NAME(words)(head->in);
     const NAME(product) product = {.linear = head, .y = p->logits, .y_stride = head->out, .kind = TO_FLOATS};
     const int bounded = p->factors[2 * row] < INFINITY && p->factors[2 * row + 1] < INFINITY;
-    float *logits = p->logits + row * head->out, best = -INFINITY;
-    for (long i = 0; i < slices; i++)
-        if (p->lowers[row * slices + i] > best) best = p->lowers[row * slices + i];
+    float *logits = p->logits + row * head->out;
+    const float limit = p->limits[row];
     long computed = 0;
     for (long block = slice * SLICE; block < last; block++) {
         float most, least;
         NAME(bounds)(p, row, block, &most, &least);
         /* infinite norms of a weight make NaN or infinity of them: neither is below */
-        if (bounded && most < best) {
+        if (bounded && most < limit) {
             for (long i = block * BLOCK; i < smaller(head->out, (block + 1) * BLOCK); i++) logits[i] = -INFINITY;
             continue;
         }

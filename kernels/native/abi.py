@@ -109,6 +109,7 @@ class StepStruct(Structure):
         ),
         ("top_only", c_int64),
         ("rechecked", c_void_p),
+        ("draws", c_void_p),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.native.abi import BLOCK, GroupStruct, RowStruct, SamplingStruct, StepStruct
 from kernels.native.library import NAMES
-from kernels.native.model import NativeModel, group_struct
+from kernels.native.model import QUICK_LOGITS, NativeModel, group_struct
 from kernels.native.sampling import row_fields
 from kernels.sampling import RowSampling
 
@@ -63,12 +63,13 @@ class DecodeStep:
             slots[row] = table[position // size] * size + position % size
         self._sampling[row].position = position + 1
 
-    def run(self, count: int, top_only: bool) -> list[int]:
+    def run(self, count: int, looked_at: int) -> list[int]:
         """KV of the first `count` rows' tokens into the pools, and the token each draws; -1: its largest logit is not
         finite.
 
         Args:
-            top_only: no row needs more than its largest logit.
+            looked_at: logits that the draws of all rows look at, as `logits_looked_at`; of others `logits` may have
+                minus infinity.
 
         Raises:
             ValueError, MemoryError: as `NativeModel.step`.
@@ -76,7 +77,7 @@ class DecodeStep:
         step, model = self._step, self._model
         if count != self._count:
             step.num_tokens = step.num_sequences = step.num_logits = self._draws.num_rows = self._count = count
-        quick = top_only and model.has_quick_head and count <= model.quick_rows
+        quick = model.has_quick_head and count <= model.quick_rows and looked_at <= QUICK_LOGITS
         step.top_only = quick
         self._compute()
         if quick:
@@ -110,6 +111,7 @@ class DecodeStep:
             self.logits.data_ptr(),
             0,
             _address(self._rechecked),
+            ctypes.addressof(self._sampling),
         )
         places = self.logits.data_ptr(), ctypes.addressof(self._sampling), _address(self._drawn)
         return step, SamplingStruct(*places, 0, self._model.shape.vocab)

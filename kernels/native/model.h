@@ -46,17 +46,6 @@ typedef struct {
     int64_t format;
 } baton_group;
 
-typedef struct {
-    int64_t num_tokens, num_sequences, num_logits, num_groups;
-    const int64_t *tokens, *positions;      /* [num_tokens] */
-    const int64_t *cu_seqlens, *seq_lens;   /* [num_sequences + 1], [num_sequences] */
-    const int64_t *logit_rows;              /* [num_logits] */
-    const baton_group *groups;              /* [num_groups] */
-    float *logits;                          /* [num_logits, vocab] */
-    int64_t top_only;                       /* logits that are not a row's largest may be minus infinity */
-    int64_t *rechecked;                     /* [num_logits] of a quick head: blocks the real one computed; or NULL */
-} baton_step;
-
 /* How a row of logits is sampled: kernels/sampling/__init__.py and adjustment.py say what it means. */
 typedef struct {
     uint64_t seed, position;
@@ -70,6 +59,18 @@ typedef struct {
     float temperature;                      /* 0: the largest logit */
     float repetition, presence, frequency;  /* for tokens said */
 } baton_row;
+
+typedef struct {
+    int64_t num_tokens, num_sequences, num_logits, num_groups;
+    const int64_t *tokens, *positions;      /* [num_tokens] */
+    const int64_t *cu_seqlens, *seq_lens;   /* [num_sequences + 1], [num_sequences] */
+    const int64_t *logit_rows;              /* [num_logits] */
+    const baton_group *groups;              /* [num_groups] */
+    float *logits;                          /* [num_logits, vocab] */
+    int64_t top_only;                       /* logits that no draw can look at may be minus infinity */
+    int64_t *rechecked;                     /* [num_logits] of a quick head: blocks the real one computed; or NULL */
+    const baton_row *draws;                 /* [num_logits] of top_only: how rows are drawn from; NULL: by the largest */
+} baton_step;
 
 typedef struct {
     const float *logits; /* [num_rows, vocab] */

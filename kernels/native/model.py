@@ -59,6 +59,8 @@ class NativeLayer:
 
 QUICK_ROWS = 3
 """Most rows of logits a quick head is used for: more are bound by arithmetic, which it adds to."""
+QUICK_LOGITS = 100
+"""Most logits that the draws of all rows together look at, with a quick head: more take longer than the whole head."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,23 @@ from kernels.sampling import GREEDY_BELOW, Adjustment, RowLogprobs, RowSampling,
 _ROW = np.dtype(RowStruct)
 _NO_PENALTIES = (1.0, 0.0, 0.0)
 
+EVERY_LOGIT = 2**31
+LEAST_MIN_P = 0.02
+"""Shares below it leave more logits than a quick head is of use for."""
+MIN_P_LOGITS = 20
+"""What a draw by min-p alone counts for: it takes about as many blocks of the real head."""
+
+
+def logits_looked_at(row: RowSampling) -> int:
+    """How many of its row's largest logits a draw can look at; EVERY_LOGIT where that is not known beforehand."""
+    if row.adjustment is not None:
+        return EVERY_LOGIT
+    if row.temperature < GREEDY_BELOW:
+        return 1
+    if row.top_k > 0:
+        return row.top_k
+    return MIN_P_LOGITS if row.top_p >= 1.0 and row.min_p >= LEAST_MIN_P else EVERY_LOGIT
+
 
 class NativeSampler:
     """As `kernels.sampling.ReferenceSampler`, on a team's threads; not while the team is in another call."""

@@ -18,7 +18,7 @@ enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, UNITS, PARTIALS, ENDED, 
 #include "norm/cpu_kernel.h"
 #include "rotary/cpu_kernel.h"
 
-enum { LAYER_PHASES = 13, OTHER_PHASES = 7 };
+enum { LAYER_PHASES = 13, OTHER_PHASES = 8 };
 
 typedef struct {
     const baton_model *model;
@@ -31,7 +31,7 @@ typedef struct {
     float *partials;
     void *quantized;
     element *pairs;               /* of a quick head: see linear/cpu_top.h */
-    float *quick_logits, *bounds; /* [logits][2][vocab]; factors, then lower bounds */
+    float *quick_logits, *bounds; /* [logits][2][vocab]; what bounds take: bounds_bytes a row */
     long phase; /* of the thread that holds this copy */
     int thread;
 } NAME(run);
@@ -147,6 +147,7 @@ INLINE int NAME(is_quick)(const baton_model *model, const baton_step *step) {
 
 static void NAME(find_top)(NAME(run) *run, long rows) {
     const baton_model *model = run->model;
+    const long slices = NAME(slices)(&model->head);
     const NAME(top) top = {.head = &model->head,
                            .quick = &model->quick_head,
                            .norms = model->quick_norms,
@@ -154,15 +155,19 @@ static void NAME(find_top)(NAME(run) *run, long rows) {
                            .pairs = run->pairs,
                            .quick_logits = run->quick_logits,
                            .logits = run->step->logits,
+                           .draws = run->step->draws,
                            .factors = run->bounds,
-                           .lowers = run->bounds + 2 * rows,
+                           .limits = run->bounds + 2 * rows,
+                           .uppers = run->bounds + 3 * rows,
+                           .lowers = run->bounds + (3 + slices) * rows,
                            .rechecked = run->step->rechecked,
                            .rows = rows,
                            .x_stride = run->hidden_stride};
-    const long items = rows * NAME(slices)(top.head);
+    const long items = rows * slices;
     NAME(all)(run, rows, NAME(split_item), &top);
     NAME(multiply)(run, top.quick, top.pairs, top.x_stride, run->quick_logits, model->vocab, 2 * rows, TO_FLOATS);
     NAME(all)(run, items, NAME(lower_item), &top);
+    NAME(all)(run, rows, NAME(limit_item), &top);
     NAME(all)(run, items, NAME(recheck_item), &top);
 }
 
@@ -225,8 +230,8 @@ static size_t NAME(quantized_memory)(const baton_model *model, long rows, long h
 
 static int NAME(reserve_quick)(NAME(run) *run) {
     const size_t rows = (size_t)run->step->num_logits, vocab = (size_t)run->model->vocab;
-    const size_t slices = (size_t)NAME(slices)(&run->model->head), stride = (size_t)run->hidden_stride;
-    const size_t logits = 2 * rows * vocab * sizeof(float), bounds = rows * (slices + 2) * sizeof(float);
+    const size_t stride = (size_t)run->hidden_stride;
+    const size_t logits = 2 * rows * vocab * sizeof(float), bounds = rows * NAME(bounds_bytes)(&run->model->head);
     char *memory = team_memory(run->team, -1, QUICK, logits + bounds + 2 * rows * stride * sizeof(element));
     if (!memory) return NO_MEMORY;
     run->quick_logits = (float *)memory;

@@ -5,6 +5,7 @@
 #include <float.h>
 
 #include "native/simd.h"
+#include "sampling/cpu_keys.h"
 #include "sampling/cpu_noise.h"
 
 /* A row while it is sampled. A token's value is its logit over the divisor, less the largest of those: it is computed
@@ -54,40 +55,11 @@ static double mass_above(const sampled_row *row, double top) {
     return mass;
 }
 
-/* Ascending as values descend. */
-INLINE uint32_t key_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits >> 31 ? bits : 0x7fffffffu - bits;
-}
-INLINE float value_of(uint32_t key) {
-    const uint32_t bits = key >> 31 ? key : 0x7fffffffu - key;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
 INLINE long id_of(uint64_t entry) { return (long)(uint32_t)entry; }
 INLINE float value_in(uint64_t entry) { return value_of((uint32_t)(entry >> 32)); }
 INLINE double mass_in(uint64_t entry) {
     const double value = (double)value_in(entry);
     return exponential_of_double(value > LEAST_EXPONENT ? value : LEAST_EXPONENT);
-}
-
-/* The `wanted`-th largest of values, from 1 to their count: digit by digit of its key. */
-static float nth_largest(const float *values, long count, long wanted) {
-    uint32_t known = 0, mask = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        long counts[256] = {0};
-        for (long i = 0; i < count; i++) {
-            const uint32_t key = key_of(values[i]);
-            if (!((key ^ known) & mask)) counts[key >> shift & 255]++;
-        }
-        uint32_t digit = 0;
-        while (counts[digit] < wanted) wanted -= counts[digit++];
-        known |= digit << shift;
-        mask |= 255u << shift;
-    }
-    return value_of(known);
 }
 
 /* A value that at least `wanted` tokens have, or more, and few others; of few wanted by the largest of blocks. */

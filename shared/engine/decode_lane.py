@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.native.decode_step import DecodeStep
 from kernels.native.model import NativeModel
-from kernels.sampling import GREEDY_BELOW
+from kernels.native.sampling import EVERY_LOGIT, logits_looked_at
 from shared.contracts.errors import Internal
 from shared.contracts.sampling import SamplingParams
 from shared.engine.sampler import row_sampling
@@ -30,7 +30,7 @@ class _Seat:
 
     tables: Tables
     sampling: SamplingParams
-    greedy: bool
+    looked_at: int  # logits, by its draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class DecodeLane:
         step = self._step
         if step is None or len(rows) > step.rows:
             step = self._grown(len(rows), 1)
-        top_only, lost = not all_logits, list[int]()
+        looked_at, lost = EVERY_LOGIT if all_logits else 0, list[int]()
         for i, row in enumerate(rows):
             seat = self._seats[i]
             if seat is None or seat.sampling is not row.sampling or seat.tables is not row.block_tables:
@@ -89,8 +89,8 @@ class DecodeLane:
                 step.place(i, token, row.start, row.block_tables)
             except IndexError as exc:
                 raise Internal(f"step {plan.step}: {row.seq_id} has too few blocks for {row.start + 1} tokens") from exc
-            top_only = top_only and seat.greedy
-        drawn = step.run(len(rows), top_only)
+            looked_at += seat.looked_at
+        drawn = step.run(len(rows), looked_at)
         if not lost and min(drawn) >= 0:
             return Drawn(tuple([(token,) for token in drawn]), frozenset())
         bad = frozenset(lost).union(i for i, token in enumerate(drawn) if token < 0)
@@ -120,8 +120,9 @@ class DecodeLane:
             return None
         if len(row.block_tables) != len(self._pools):
             raise Internal(f"{row.seq_id}: {len(row.block_tables)} block tables for {len(self._pools)} layer groups")
-        step.sit(i, row.block_tables, row_sampling(params, row.start + 1))
-        seat = self._seats[i] = _Seat(row.block_tables, params, params.temperature < GREEDY_BELOW)
+        sampling = row_sampling(params, row.start + 1)
+        step.sit(i, row.block_tables, sampling)
+        seat = self._seats[i] = _Seat(row.block_tables, params, logits_looked_at(sampling))
         return seat
 
 

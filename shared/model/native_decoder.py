@@ -15,7 +15,7 @@ from kernels.dispatch import KernelChoice
 from kernels.linear.quantize import NONE, Int4Weight, Quant
 from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
-from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape, require_runnable
+from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Rechecks, Shape, require_runnable
 from kernels.native.packed import PackedLinear, QuickHead, pack_linear, pack_quick_head
 from kernels.native.sampling import NativeSampler
 from kernels.sampling import Sampler
@@ -143,6 +143,11 @@ class NativeDecoder:
     def kernel_cpu_s(self) -> float:
         """Processor seconds spent in the library so far, of all its threads."""
         return self._team.cpu_s()
+
+    def quick_rows(self) -> tuple[int, int]:
+        """Rows the quick head was asked first for, so far: those that took few blocks of the real one, and others."""
+        rechecks = self._model.rechecks if self._model is not None else Rechecks()
+        return rechecks.rows - rechecks.fallbacks, rechecks.fallbacks
 
     @property
     def weight_bytes(self) -> int:

@@ -456,6 +456,14 @@ KERNEL_CPU = Metric(
     MODEL,
     unit="s",
 )
+QUICK_HEAD_ROWS = Metric(
+    "baton_quick_head_rows",
+    "counter",
+    "Rows of logits for which a head of 8-bit integers was asked first: few blocks of the real one were computed then, "
+    "or more than a quarter.",
+    WORKERS,
+    {"outcome": ("few", "many")},
+)
 COMPUTED_TOKENS = Metric(
     "baton_computed_tokens", "counter", "Tokens computed in steps, prompt and output together.", WORKERS, MODEL
 )

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from kernels.linear.quantize import to_int8
 from kernels.native.arena import Arena
+from kernels.native.decode_step import DecodeStep
 from kernels.native.library import Team
-from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape
+from kernels.native.model import QUICK_LOGITS, GroupPlan, NativeLayer, NativeModel, Shape
 from kernels.native.packed import PackedLinear, pack_linear, pack_quick_head, packed_bytes
+from kernels.native.sampling import EVERY_LOGIT, logits_looked_at
 from kernels.rotary import rotary_table
 from kernels.rotary.frequencies import plain
+from kernels.sampling import Adjustment, RowSampling, sample
 from tests.native import DTYPES, LEVEL_NAMES, team_of
 
 HIDDEN, INNER, HEADS, SIZE = 96, 64, 4, 16
@@ -70,6 +73,15 @@ class OneLayer:
         pool = torch.zeros(2, 1, 2, HEADS, 32, SIZE, dtype=self.dtype)
         group = GroupPlan([[0, 1]], list(range(self.rows)))
         return self.model.step(rows, rows, [0, self.rows], [self.rows], rows, [group], [pool], top_only, passing)
+
+    def draw(self, rows: list[RowSampling], looked_at: int) -> tuple[list[int], Tensor]:
+        """The first tokens of so many sequences, and their logits."""
+        pool = torch.zeros(len(rows), 1, 2, HEADS, 32, SIZE, dtype=self.dtype)
+        step = DecodeStep(self.model, [pool], len(rows), 1)
+        for i, row in enumerate(rows):
+            step.sit(i, [[i]], row)
+            step.place(i, i, row.position - 1, [[i]])
+        return step.run(len(rows), looked_at), step.logits[: len(rows)].clone()
 
 
 def check(found: Tensor, full: Tensor) -> Tensor:
@@ -211,3 +223,88 @@ def test_only_passing_logits_are_overwritten_by_the_next(team: Team) -> None:
     assert torch.equal(passing[:2], again)
     assert not torch.equal(again, before[:2])
     assert torch.equal(kept, before)
+
+
+def rows_of(count: int, temperature: float, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> list[RowSampling]:
+    return [RowSampling(temperature, top_k, top_p, 7 * i, 1, min_p) for i in range(count)]
+
+
+def check_draws(model: OneLayer, rows: list[RowSampling]) -> int:
+    """The same tokens with a quick head and without, and the same bits where it computed. Returns how many it left."""
+    full_tokens, full = model.draw(rows, EVERY_LOGIT)
+    before = model.model.rechecks.rows
+    tokens, found = model.draw(rows, QUICK_LOGITS)
+    assert model.model.rechecks.rows == before + len(rows)
+    assert tokens == full_tokens == sample(full, rows)
+    computed = found != float("-inf")
+    assert torch.equal(found[computed], full[computed])
+    return int((~computed).sum())
+
+
+DRAWS = [(1.0, 1), (0.7, 5), (1.0, 50), (1.9, 50, 0.8), (1.0, 0, 1.0, 0.1), (0.5, 20, 0.95, 0.2), (0.0, 0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", DRAWS, ids=str)
+def test_draws_that_look_at_few_logits_need_few(team: Team, dtype: torch.dtype, how: tuple[float, ...]) -> None:
+    head = rand(0, 20011, HIDDEN) / HIDDEN**0.5
+    head[::50] *= 3
+    model = OneLayer(team, dtype, head, 11)
+    rows = rows_of(11, how[0], int(how[1]), *how[2:])
+    assert check_draws(model, rows) > 11 * 20011 / 2
+    assert model.model.rechecks.fallbacks == 0
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_ties_at_the_last_of_the_largest_go_to_the_lowest_ids(team: Team, temperature: float) -> None:
+    """Logits that are equal, and others that a division makes equal, stand around the k-th."""
+    head = rand(0, 5003, HIDDEN) / HIDDEN**0.5
+    ranked = OneLayer(team, torch.float32, head, 4).logits(top_only=False)[0].argsort(descending=True)
+    for place in range(1, 60):
+        head[ranked[place]] = head[ranked[place // 4]] * (1 + (place % 3) * 2.0**-23)
+    model = OneLayer(team, torch.float32, head, 4)
+    for top_k in (1, 2, 3, 5, 11, 40):
+        for seed in range(8):
+            check_draws(model, [RowSampling(temperature, top_k, 1.0, seed, 1)] * 4)
+
+
+def test_draws_where_integers_cannot_tell_compute_all_of_it(team: Team) -> None:
+    head = rand(0, 1, HIDDEN).expand(3000, HIDDEN) + rand(1, 3000, HIDDEN) * 1e-3
+    model = OneLayer(team, torch.float32, head.contiguous(), 5)
+    assert check_draws(model, rows_of(5, 1.0, 10)) == 0
+    assert model.model.rechecks.fallbacks == 5
+
+
+def test_more_largest_than_blocks_are_all(team: Team) -> None:
+    model = OneLayer(team, torch.bfloat16, rand(0, 300, HIDDEN), 3)
+    assert check_draws(model, rows_of(3, 1.0, 50)) == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_draws_from_weights_that_are_not_finite_have_no_token(team: Team, value: float) -> None:
+    head = rand(0, 5003, HIDDEN) / HIDDEN**0.5
+    head[3333, 5] = value
+    model = OneLayer(team, torch.bfloat16, head, 3)
+    rows = rows_of(3, 1.0, 5)
+    full = model.draw(rows, EVERY_LOGIT)[0]
+    assert model.draw(rows, QUICK_LOGITS)[0] == full
+    assert -1 in full
+
+
+def test_many_looked_at_are_computed_by_the_real_head(team: Team) -> None:
+    model = OneLayer(team, torch.bfloat16, rand(0, 5003, HIDDEN), 3)
+    model.draw(rows_of(3, 1.0, 50), QUICK_LOGITS + 1)
+    assert model.model.rechecks.rows == 0
+
+
+def test_what_a_draw_looks_at() -> None:
+    def looked_at(*how: float, adjustment: Adjustment | None = None) -> int:
+        row = rows_of(1, *how)[0]  # type: ignore[arg-type]
+        return logits_looked_at(RowSampling(row.temperature, row.top_k, row.top_p, 1, 1, row.min_p, adjustment))
+
+    assert looked_at(0.0, 0) == looked_at(1e-9, 50, 0.5) == 1
+    assert looked_at(1.0, 40, 0.9) == 40
+    assert looked_at(1.0, 0, 1.0, 0.1) < QUICK_LOGITS
+    for every in ((1.0, 0), (1.0, 0, 0.9), (1.0, 0, 0.9, 0.1), (1.0, 0, 1.0, 1e-6)):
+        assert looked_at(*every) == EVERY_LOGIT > QUICK_LOGITS
+    assert looked_at(0.0, 0, adjustment=Adjustment(presence=1.0)) == EVERY_LOGIT
