@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -22,6 +23,7 @@ from shared.contracts.ids import Epoch, IngressId, RequestId, TenantId
 from shared.contracts.messages import Settle
 from shared.contracts.tokens import pack_tokens, unpack_tokens
 from shared.ingress.answer import Answered
+from shared.ingress.error_body import error_body
 from shared.ingress.session import Session, SessionHooks
 
 log = logging.getLogger("baton.gateway")
@@ -63,6 +65,7 @@ class KeyedRun:
         self._pending: list[bytes] = []  # parts that policy has not confirmed, always the same ones
         self._written = 0
         self._events = 0
+        self._kept_tokens = 0
         self._size = 0
         self._body = b""
         self._fenced = False
@@ -129,10 +132,17 @@ class KeyedRun:
             self.log.extend(events)
             return
         if not await self._close(events):
-            taken = Conflict("the request was taken over by another gateway", code="superseded")
-            events = [error_frame(taken).removesuffix(FRAME_END)] if self.log.stream else events
+            events = [self._taken_over()]
         if not self.log.complete:
             self.log.extend(events, last=True)
+
+    def _taken_over(self) -> bytes:
+        """What this run says at its end when another one speaks for the request."""
+        error = Conflict("the request was taken over by another gateway", code="superseded")
+        if self.log.stream:
+            return error_frame(error).removesuffix(FRAME_END)
+        self.log.begin(error.status, stream=False)
+        return json.dumps(error_body(error)).encode()
 
     def _events_of(self, last: bool) -> list[bytes]:
         if not self.log.stream:
@@ -147,11 +157,13 @@ class KeyedRun:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(KEEP_S)
-            if self.log.status != 200 or self._size > MAX_LOG_BYTES or self.log.complete:
+            if self.log.status not in (0, 200) or self._size > MAX_LOG_BYTES or self.log.complete:
                 continue
             if self._events < len(self.log.events):
                 self._pending += make_parts(self.log, self._events)
                 self._events = len(self.log.events)
+            elif self._tokens() == self._kept_tokens:
+                continue
             try:
                 held = await self._put(i.RUNNING)
             except BatonError as exc:
@@ -159,6 +171,10 @@ class KeyedRun:
                 continue
             if not held and self._begun is not None and self._begun.session is not None:
                 self._begun.session.cancel("superseded")
+
+    def _tokens(self) -> int:
+        session = self._begun.session if self._begun is not None else None
+        return 0 if session is None else session.usage().completion_tokens
 
     async def _close(self, events: list[bytes]) -> bool:
         """Complete the record with the last events. False: it is another run's now."""
@@ -211,6 +227,7 @@ class KeyedRun:
             **counts,
         )
         self._fenced = not (await self._write(write)).held
+        self._kept_tokens = write.completion_tokens
         self._written += len(pending)
         del self._pending[: len(pending)]
         return not self._fenced

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from services.gateway.keyed_run import EPOCHS_A_RUN
 from shared.contracts.errors import Overloaded, QuotaExceeded
 from shared.contracts.ids import TenantId
 from shared.store.redis_store import RedisStore, connect_redis
@@ -227,6 +228,29 @@ async def test_a_refused_admission_leaves_the_key_free(redis: RedisStore) -> Non
         await world.settled(1)
 
 
+async def test_the_owner_of_a_whole_answer_is_killed_and_a_retry_goes_on_from_its_tokens(redis: RedisStore) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold, tokens_per_frame=7) as world:
+        first, second = world.gateways
+        gone = asyncio.create_task(first.post("completions", BODY, "k"))
+        await until(lambda: _kept(world, 7))
+        await first.kill()
+        hold.set()
+        assert (await second.post("completions", BODY, "k")).json()["choices"][0]["text"] == TEXT
+        one, two = world.backend.submits
+        assert len(two.token_ids) == len(one.token_ids) + 6 * 4
+        await world.settled(1)
+        gone.cancel()
+
+
+async def _kept(world: World, tokens: int) -> bool:
+    """The record says so many."""
+    if not world.backend.submits:
+        return False
+    found = await world.records.progress(TenantId("tenant-a"), world.backend.submits[0].attempt.request_id)
+    return found is not None and found.completion_tokens == tokens
+
+
 @pytest.mark.parametrize("resume", [False, True])
 async def test_the_owner_is_killed_and_a_retry_elsewhere_goes_on_from_its_tokens(
     redis: RedisStore, resume: bool
@@ -236,12 +260,7 @@ async def test_the_owner_is_killed_and_a_retry_elsewhere_goes_on_from_its_tokens
         first, second = world.gateways
         had = await read_some(first, 1, "k")
 
-        async def kept() -> bool:
-            request_id = world.backend.submits[0].attempt.request_id
-            found = await world.records.progress(TenantId("tenant-a"), request_id)
-            return found is not None and found.completion_tokens == 7
-
-        await until(kept)
+        await until(lambda: _kept(world, 7))
         await first.kill()
         hold.set()
         headers = {"last-event-id": had[-1][0]} if resume else {}
@@ -256,23 +275,30 @@ async def test_the_owner_is_killed_and_a_retry_elsewhere_goes_on_from_its_tokens
         assert settle.attempt.epoch == two.attempt.epoch
 
 
-async def test_a_frozen_owner_that_comes_back_neither_settles_nor_ends_its_stream_well(redis: RedisStore) -> None:
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_a_frozen_owner_that_comes_back_neither_settles_nor_answers_well(
+    redis: RedisStore, body: dict[str, Any]
+) -> None:
     hold = asyncio.Event()
     async with keyed_world(redis, hold=hold) as world:
         first, second = world.gateways
-        stale = asyncio.create_task(first.post("completions", STREAM, "k"))
+        stale = asyncio.create_task(first.post("completions", body, "k"))
         await world.backend.sent()
         for _ in range(2):  # as if it had not been heard of for long
             world.watch.nobody_listens(first.id, world.desk._clock() - 60.0)
         world.watch.heard = lambda ingress, now: None  # type: ignore[method-assign]
-        fresh = asyncio.create_task(second.post("completions", STREAM, "k"))
+        fresh = asyncio.create_task(second.post("completions", body, "k"))
         await until(lambda: len(world.backend.submits) == 2)
         hold.set()
-        assert text_of(events(await fresh)) == TEXT
-        broken = events(await stale)
-        assert "error" in broken[-1][1]
-        settles = await world.settled(1)
-        assert settles[0].attempt == world.backend.running[settles[0].attempt.request_id].attempt
+        answer, broken = await fresh, await stale
+        if body is STREAM:
+            assert text_of(events(answer)) == TEXT
+            assert "error" in events(broken)[-1][1]
+        else:
+            assert answer.json()["choices"][0]["text"] == TEXT
+            assert broken.status_code in (409, 499)
+        (settle,) = await world.settled(1)
+        assert settle.attempt.epoch > EPOCHS_A_RUN
 
 
 @pytest.mark.parametrize(
