@@ -19,7 +19,8 @@ from shared.contracts.ids import new_request_id
 KEEP_ALIVE_S = 75
 """A connection between two requests may be silent for so long."""
 HEAD_S = 15.0
-"""A request's head must be here so long after the connection, or after its first byte on a used one."""
+"""A request's head must be here so long after the connection, or after its first byte on a used one; and what is left of
+a body that was refused, after its refusal."""
 UNREAD_S = 40.0
 """A connection whose client takes nothing for so long, while more than a buffer waits, is cut."""
 CLOSE_S = 5.0
@@ -123,6 +124,12 @@ class Connection(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
         super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        cycle = self.cycle
+        if self._head is None and cycle.response_complete and cycle.more_body:  # refused before its body was here
+            self._head = self.loop.call_later(HEAD_S, self._no_head)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.gateway import connection
+from services.gateway import connection, server
 from shared.bus.memory_bus import MemoryBroker
 from tests.pipeline.gateway_support import Backend, Stack, chat, completion, http_stack
 
@@ -248,3 +248,26 @@ async def test_more_requests_than_a_pipeline_may_hold_end_the_connection(url: st
     writer.write(HEALTH * 100 + HEALTH.replace(b"Host", b"Connection: close\r\nHost"))
     assert (await gone(reader)).count(b"200 OK") == 101
     writer.close()
+
+
+async def test_a_kept_connection_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
+    async with http_stack() as (_, url):
+        reader, writer = await connect(url)
+        writer.write(HEALTH)
+        answer = await gone(reader)
+        assert answer.count(b"200 OK") == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("form", [b"Content-Length: 1000", b"Transfer-Encoding: chunked"])
+async def test_a_body_that_does_not_come_is_refused_in_time(form: bytes) -> None:
+    async with http_stack(body_timeout_s=0.3) as (stack, url):
+        reader, writer = await connect(url)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-a\r\n%b\r\n\r\n" % form)
+        writer.write(b"1\r\n{\r\n" if b"chunked" in form else b"{")
+        answer = await gone(reader)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"request_timeout" in answer
+        assert not stack.service.ingress.sessions
+        writer.close()
