@@ -19,8 +19,10 @@ from shared.contracts.ids import new_request_id
 KEEP_ALIVE_S = 75
 """A connection between two requests may be silent for so long."""
 HEAD_S = 15.0
-"""A request's head must be here so long after the connection, or after its first byte on a used one; and what is left of
-a body that was refused, after its refusal."""
+"""A request's head must be here so long after the connection, or after its first byte on a used one.
+
+And what is left of a body that was refused so long after its refusal.
+"""
 UNREAD_S = 40.0
 """A connection whose client takes nothing for so long, while more than a buffer waits, is cut."""
 CLOSE_S = 5.0
