@@ -9,12 +9,14 @@ from shared.contracts.errors import BatonError
 from shared.ingress.error_body import plain_body
 
 DEFAULT_RETRY_S = 1.0
+NEVER = ("request_too_large",)
+"""Codes of refusals that no waiting changes."""
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
     """`Retry-After` in whole seconds where a retry can help, `WWW-Authenticate` where a key is missing."""
     headers: dict[str, str] = {}
-    if error.status in (429, 503):
+    if error.status in (429, 503) and error.code not in NEVER:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or DEFAULT_RETRY_S)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

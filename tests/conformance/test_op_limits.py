@@ -94,6 +94,8 @@ async def test_op30_headers_tell_of_the_limit_that_refused(redis_server: RedisSe
         # a request that never fits is told apart, and not to be tried again
         never = await send(limited.stack, "completions", completion(PROMPT, max_tokens=200))
         assert (never.status_code, never.json()["error"]["code"]) == (429, "request_too_large")
+        assert "retry-after" not in never.headers
+        assert int(refused.headers["retry-after"]) >= 1
 
 
 async def test_limits_are_told_on_every_answer_of_a_key_that_has_some(redis_server: RedisServer) -> None:
