@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -44,6 +47,21 @@ async def refused(stack: Stack, path: str, body: Any, param: str) -> None:
     error = response.json()["error"]
     assert error["param"] == param, error
     assert error["type"] == "invalid_request_error"
+
+
+@asynccontextmanager
+async def bystander(stack: Stack) -> AsyncIterator[None]:
+    """A long stream of the other tenant, running before and unharmed after."""
+    body = {"model": MODEL, "prompt": "bystander", "seed": 1, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    before = stack.service.ingress.sessions.copy()
+    running = asyncio.create_task(send(stack, "completions", body, "key-b"))
+    async with asyncio.timeout(30):
+        while not any(s.stream.num_committed for i, s in stack.service.ingress.sessions.items() if i not in before):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    yield
+    got = frames(await running)
+    assert got[-1] == "[DONE]"
+    assert [finish for finish in finishes(got) if finish] == ["length"]
 
 
 async def canary(stack: Stack) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.conformance.real_worker import VOCABULARY, real_options, real_stack, tiny_checkpoint
-from tests.conformance.support import canary, frames, refused, send
+from tests.conformance.support import bystander, canary, frames, refused, send
+from tests.native import ALL_LEVELS, library_at
 from tests.pipeline.gateway_support import TOKENIZER, Stack, chat, completion
 
 
@@ -25,6 +26,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def stack(model: Path, tmp_path: Path) -> AsyncIterator[Stack]:
     async with real_stack(real_options(tmp_path, model)) as running:
         yield running
+
+
+@pytest.fixture(params=["reference", "native"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Both ways to sample; the library is skipped where the machine has none."""
+    if request.param == "native":
+        library_at(ALL_LEVELS[0])
+    return str(request.param)
 
 
 async def answer(stack: Stack, path: str = "completions", **fields: Any) -> dict[str, Any]:
@@ -111,9 +120,10 @@ def name_of(token_id: int) -> str:
 
 
 async def test_op10_logit_bias(stack: Stack) -> None:
-    for bias in ({str(VOCABULARY): 5}, {"-1": 5}, {"99999999": -100}, {"abc": 1}, {"5": 101}, {"5": True}, [5]):
-        await refused(stack, "completions", completion(logit_bias=bias), "logit_bias")
-        await refused(stack, "chat/completions", chat(logit_bias=bias), "logit_bias")
+    async with bystander(stack):
+        for bias in ({str(VOCABULARY): 5}, {"-1": 5}, {"99999999": -100}, {"abc": 1}, {"5": 101}, {"5": True}, [5]):
+            await refused(stack, "completions", completion(logit_bias=bias), "logit_bias")
+            await refused(stack, "chat/completions", chat(logit_bias=bias), "logit_bias")
     forced = await answer(stack, temperature=0, max_tokens=3, logit_bias={"70": 100})
     assert forced["choices"][0]["text"] == TOKENIZER.decode([70]) * 3
     banned = await answer(stack, temperature=0, max_tokens=3, logit_bias={"70": 100, "71": 100, "72": -100})
@@ -144,8 +154,11 @@ async def test_op13_several_choices(stack: Stack) -> None:
     assert finishes == {choice["index"]: [choice["finish_reason"]] for choice in whole["choices"]}
     # of the second request the prompt may be in the cache
     assert got[-2]["usage"]["completion_tokens"] == usage["completion_tokens"]
-    for n in (0, -1, 1_000_000, "2", True):
-        await refused(stack, "completions", completion(n=n), "n")
+    async with bystander(stack):
+        for n in (0, -1, 1_000_000, "2", True):
+            await refused(stack, "completions", completion(n=n), "n")
+        crowd = await asyncio.gather(*(answer(stack, **asked) for _ in range(8)))
+    assert [body["choices"] for body in crowd] == [whole["choices"]] * 8
     await canary(stack)
 
 
@@ -230,7 +243,7 @@ async def test_chat_scores_have_bytes_and_stream_alike(stack: Stack) -> None:
     assert streamed == entries
 
 
-async def test_a_lost_worker_changes_no_penalty_no_score_and_no_end(model: Path, tmp_path: Path) -> None:
+async def test_a_lost_worker_changes_no_penalty_no_score_and_no_end(model: Path, tmp_path: Path, kernels: str) -> None:
     asked = {
         "prompt": "resumed",
         "seed": 5,
@@ -242,7 +255,7 @@ async def test_a_lost_worker_changes_no_penalty_no_score_and_no_end(model: Path,
         "logprobs": 2,
         "echo": True,
     }
-    async with real_stack(real_options(tmp_path, model), num_workers=2) as stack:
+    async with real_stack(real_options(tmp_path, model, kernels=kernels), num_workers=2) as stack:
         alone = await answer(stack, **asked)
         for n in (1, 2):
             wanted = alone if n == 1 else await answer(stack, **asked, n=2)

@@ -113,6 +113,7 @@ BAD: list[tuple[str, bytes, tuple[str, str]]] = [
     ("an unknown parameter", line("b", body=chat(tempature=1)), ("unknown_parameter", "body.tempature")),
     ("a wrong value", line("b", body=chat(temperature=9)), ("invalid_value", "body.temperature")),
     ("a stream", line("b", body=chat(stream=True)), ("invalid_value", "body.stream")),
+    ("another class", line("b", body=chat(service_tier="priority")), ("invalid_value", "body.service_tier")),
     ("an unknown model", line("b", body=chat(model="gpt")), ("model_not_found", "body.model")),
     ("a forbidden model", line("b", body=chat(model="secret")), ("forbidden", "body.model")),
     ("another model", line("b", body=chat(model="other")), ("mismatched_model", "body.model")),
@@ -127,6 +128,15 @@ def test_a_bad_line_is_named_and_nothing_is_left_to_run(bad: bytes, expected: tu
     assert errors == [(2, *expected)]
     assert "z" not in [item.custom_id for _, item in items]
     assert all(len(error.message) < 300 for error in found.errors)
+
+
+def test_a_line_of_completions_has_one_prompt() -> None:
+    lines = [
+        line(str(i), url="/v1/completions", body={"model": "tiny", "prompt": prompt, "n": 2, "logprobs": 1})
+        for i, prompt in enumerate(("a", ["a"], [[1, 2]], ["a", "b"], [[1], [2]]))
+    ]
+    _, errors = check(b"\n".join(lines), validator("/v1/completions"))
+    assert errors == [(4, "invalid_value", "body.prompt"), (5, "invalid_value", "body.prompt")]
 
 
 def test_unknown_models_are_told_the_known_ones() -> None:

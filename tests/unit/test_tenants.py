@@ -95,6 +95,12 @@ def test_limits_are_inclusive_and_the_class_has_a_default() -> None:
     assert admission.check(ask(klass="batch"), DEMO, Limits()) == "batch"
 
 
+def test_nobody_rises_above_the_class_of_the_tenant() -> None:
+    modest = msgspec.structs.replace(DEMO, klass="analysis")
+    found = [admission.check(ask(klass=klass), modest, Limits()) for klass in ("", "interactive", "analysis", "batch")]
+    assert found == ["analysis", "analysis", "analysis", "batch"]
+
+
 def test_the_grant_derives_its_scope_from_the_record() -> None:
     grant = admission.make_grant(ask(), DEMO, Limits(), "analysis", 1000.0, TERMS)
     assert (grant.scope.tenant, grant.scope.authorization, grant.scope.generation) == ("demo", (), 4)
