@@ -126,6 +126,10 @@ class EventLog:
         """Where a client is that has the first `index` events."""
         return self._places[index - 1] if index else Place(self.run, 0)
 
+    def is_behind(self, place: Place | None) -> bool:
+        """True while a client of this run has more than is here, and more may come."""
+        return place is not None and place.run == self.run and place.index > len(self.events) and not self.complete
+
     def after(self, place: Place | None) -> tuple[int, Skip | None]:
         """(index of the first event for a client at `place`, what to leave out from there on).
 

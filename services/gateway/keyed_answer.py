@@ -67,6 +67,10 @@ class KeyedAnswer(Response):
         if not log.stream or log.status != 200:
             return await self._read_whole(log, send)
         await self._begin(200, SSE_HEADERS, send)
+        while log.is_behind(self._place):  # its owner wrote less of it than it sent
+            if log is not self._entry.log:
+                return False
+            await log.news()
         index, skip = log.after(self._place)
         while True:
             if index < len(log.events):

@@ -79,6 +79,7 @@ class Entry:
 
     Attributes:
         log: of the run that is read now; another run's when the request was taken over.
+        run: here; None while another gateway runs it.
         error: why it ended without an answer.
     """
 
@@ -86,6 +87,7 @@ class Entry:
         self.body = body
         self.state: i.IdempotencyState | None = None
         self.log = EventLog(0)
+        self.run: KeyedRun | None = None
         self.error: BatonError | None = None
         self.parts_read = 0
         """Of the log's run, where another gateway runs it."""
@@ -195,7 +197,7 @@ class Once:
         except BaseException:
             await run.release()
             raise
-        entry.state = run.state
+        entry.state, entry.run = run.state, run
         entry.switch(run.log)
         entry.ready.set()
         leaving.add_done_callback(lambda task: None if task.cancelled() else run.cancel())

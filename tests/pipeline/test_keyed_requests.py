@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from services.gateway.keyed_run import EPOCHS_A_RUN
-from shared.contracts.errors import Overloaded, QuotaExceeded
+from shared.contracts.errors import Overloaded, QuotaExceeded, Unavailable
 from shared.contracts.ids import TenantId
 from shared.store.redis_store import RedisStore, connect_redis
 from tests.pipeline.gateway_support import default_output
@@ -241,6 +241,43 @@ async def test_the_owner_of_a_whole_answer_is_killed_and_a_retry_goes_on_from_it
         assert len(two.token_ids) == len(one.token_ids) + 6 * 4
         await world.settled(1)
         gone.cancel()
+
+
+async def test_a_client_that_had_more_than_was_kept_loses_and_repeats_nothing(
+    redis: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold, tokens_per_frame=7) as world:
+        first, second = world.gateways
+        head = {"authorization": "Bearer key-a", "idempotency-key": "k"}
+        had: list[tuple[str, Any]] = []
+        async with first.client.stream("POST", "/v1/completions", json=STREAM, headers=head) as response:
+            name = ""
+            async for line in response.aiter_lines():
+                name = line.removeprefix("id: ") if line.startswith("id: ") else name
+                if line.startswith("data: "):
+                    had.append((name, json.loads(line.removeprefix("data: "))))
+                    if len(had) == 1:
+                        await until(lambda: _kept(world, 7))
+                        for entry in first.door.keyed.once._entries.values():
+                            assert entry.run is not None
+                            monkeypatch.setattr(entry.run, "_put", _unavailable)
+                        world.backend.tokens_per_frame = 5
+                        hold.set()
+                    if len(had) == 3:
+                        break
+        hold.clear()
+        await first.kill()
+        resumed = asyncio.create_task(second.post("completions", STREAM, "k", **{"last-event-id": had[-1][0]}))
+        await until(lambda: len(world.backend.submits) == 2)
+        hold.set()
+        rest = events(await resumed)
+        assert text_of(had) + text_of(rest) == TEXT
+        assert rest[-1][1] == "[DONE]"
+
+
+async def _unavailable(state: str) -> bool:
+    raise Unavailable("policy is away")
 
 
 async def _kept(world: World, tokens: int) -> bool:
