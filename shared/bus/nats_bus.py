@@ -211,7 +211,7 @@ class NatsBus:
             if self._client.is_connected:
                 await flush(self._client)
         # nats-py writes once more while it closes, which a connection just lost does not bear.
-        with contextlib.suppress(nats.errors.Error, OSError):
+        with contextlib.suppress(nats.errors.Error, OSError, RuntimeError):  # the last is uvloop's
             await self._client.close()
 
     def resume(self) -> None:
