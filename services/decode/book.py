@@ -109,7 +109,7 @@ class Book:
             if update.finish:
                 changed = True
                 self.finish(held, number, update)
-        self.send_frames()
+        self.send(self.outbox.frames(now))
         if changed:
             self.shell.changed()
 

@@ -47,6 +47,8 @@ class _Choice:
 
     def records(self, attempt: Attempt, choice: int, start: int, limit_bytes: int) -> list[StreamRecord]:
         """Records of tokens[start:sent] and, when it is due, the final."""
+        if start and start + 1 == self.sent and not (self.logprobs or self.final_sent):  # as in most steps
+            return [StreamRecord(attempt, choice, self.base + start, pack_tokens((self.tokens[start],)))]
         width = len(self.logprobs) // len(self.tokens) if self.logprobs else 0  # bytes a token
         step = max(1, (limit_bytes - RECORD_BYTES) // (4 + width))
         records = [

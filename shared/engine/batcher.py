@@ -250,15 +250,20 @@ class Batcher:
         if len(self._in_flight) > self.config.depth:
             return None
         allowed = _Lazily(self._allowed, now)
-        if any(seq.preempted for seq in self._sequences.values()):
+        if self._room.has_homeless:
             self._room.let_return(allowed())
-        pending = [(seq, count) for seq in self._sequences.values() if (count := seq.num_pending_tokens)]
-        if not self._policy.admits_all:
-            ids = allowed()
-            pending = [(seq, count) for seq, count in pending if may_run(seq, ids)]
-        scheduled = self._schedule_decodes([seq for seq, count in pending if count == 1], allowed, now)
+        ids = None if self._policy.admits_all else allowed()
+        decodes, behind = list[Sequence](), list[tuple[Sequence, int]]()
+        for seq in self._sequences.values():
+            count = seq.num_pending_tokens
+            if count and (ids is None or may_run(seq, ids)):
+                if count == 1:
+                    decodes.append(seq)
+                else:
+                    behind.append((seq, count))
+        scheduled = self._schedule_decodes(decodes, allowed, now)
         # taking blocks for those may have ended the turn of others
-        behind = [(seq, count) for seq, count in pending if count > 1 and seq.num_pending_tokens]
+        behind = [(seq, count) for seq, count in behind if seq.num_pending_tokens]
         if behind or self._fair.saves:
             scheduled += self._schedule_prompts(behind, scheduled, now)
         if not scheduled:

@@ -74,6 +74,11 @@ class BlockRoom:
             seq.passed_over += 1
         return blocks.take(self._pool, hits, needed), len(hits[0]) * self._pool.groups[0].block_size
 
+    @property
+    def has_homeless(self) -> bool:
+        """True when a preempted sequence waits for blocks."""
+        return any(map(_IS_PREEMPTED, self._sequences.values()))
+
     def let_return(self, allowed: Collection[str]) -> None:
         """Give preempted sequences blocks again, the most urgent first, as far as there is room.
 
@@ -191,6 +196,7 @@ def _holds_for_itself(seq: Sequence) -> bool:
     return not (seq.finish or seq.leaving or seq.preempted or seq.spec.compute_only)
 
 
+_IS_PREEMPTED = attrgetter("preempted")
 urgency = attrgetter("urgency")
 """The key by which sequences are sorted."""
 

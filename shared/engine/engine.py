@@ -280,7 +280,8 @@ class Engine:
             self._work.put(plan)
 
     def _publish(self) -> None:
-        updates, self._news = self._news + self._batcher.take_updates(), []
+        updates, self._news = self._news, []
+        updates += self._batcher.take_updates()
         if updates:
             try:
                 self._on_updates(updates)

@@ -80,7 +80,11 @@ class StepObservation:
 
 def context_of(plan: StepPlan) -> int:
     """Positions attended to by a step's tokens, summed: the `context_tokens` of `predict`."""
-    return sum(chunk_context(row.start, len(row.token_ids)) for row in plan.sequences)
+    total = 0
+    for row in plan.sequences:
+        num_tokens = len(row.token_ids)
+        total += row.start + 1 if num_tokens == 1 else chunk_context(row.start, num_tokens)
+    return total
 
 
 def chunk_context(start: int, num_tokens: int) -> int:

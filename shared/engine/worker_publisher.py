@@ -40,20 +40,17 @@ class Publisher:
 
     def send(self, subject: str, message: msgspec.Struct, context: Context | None = None) -> None:
         """Send or queue a message; `context` is the trace it belongs to."""
-        if context is None and self._idle.is_set() and self._sent(subject, message):
-            return
+        if context is None and self._idle.is_set():
+            try:
+                if self._bus.publish_now(subject, message):
+                    return
+            except Exception as exc:
+                self._lose(subject, exc)
+                return
         self.lost += len(self._waiting) == MAX_WAITING
         self._waiting.append((subject, message, context))
         self._idle.clear()
         self._grown.set()
-
-    def _sent(self, subject: str, message: msgspec.Struct) -> bool:
-        """Whether that is all: it has left, or never can."""
-        try:
-            return self._bus.publish_now(subject, message)
-        except Exception as exc:
-            self._lose(subject, exc)
-            return True
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything queued was handed to the bus, at most `timeout_s`."""

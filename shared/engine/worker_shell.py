@@ -187,8 +187,10 @@ class WorkerShell:
 
     def _hop(self, updates: list[SequenceUpdate]) -> None:
         """On the planner thread: one wake-up of the event loop per step."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+        try:
             self._loop.call_soon_threadsafe(self._role.take_updates, updates)
+        except RuntimeError:
+            log.debug("the loop is closed: the process is ending")
 
     def _on_worker_beat(self, delivery: Delivery) -> None:
         beat: WorkerBeat = delivery.message
