@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.words import sentence
+from services.gateway.edge import make_edge
 from shared.contracts.errors import SettingsError
 from shared.model.gguf_folder import is_gguf
 from shared.settings.load import DEFAULT, LoadedSettings, read_settings, settings_file
@@ -107,6 +108,12 @@ def problems(loaded: LoadedSettings, faulty: Collection[str] = ()) -> Iterator[s
             yield told("policy.tenants", ": no such file")
         elif (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
             yield told("policy.tenants", f": mode {mode:04o} lets others read it; chmod 600 it")
+    door = settings.gateway
+    try:
+        cert, key = (str(Path(path).expanduser()) if path else "" for path in (door.tls_cert, door.tls_key))
+        make_edge(cert, key, door.trusted_proxies, door.cors_origins)
+    except SettingsError as exc:
+        yield told(exc.param, exc.message.removeprefix(exc.param), "gateway.tls_cert", "gateway.tls_key")
     if settings.kv.dir and not Path(settings.kv.dir).expanduser().parent.is_dir():
         yield told("kv.dir", ": its parent folder does not exist")
 

@@ -34,6 +34,7 @@ from services.cli.topology import (
     stop_limit_s,
     stop_order,
 )
+from services.gateway.edge import make_edge
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.stop import stop_on_signals
 from shared.settings.load import load_settings, settings_file
@@ -158,7 +159,7 @@ async def _start(
 ) -> _Ready:
     credentials = ensure_credentials(state.secrets)
     fresh_logs(state.logs)
-    settings = await asyncio.to_thread(with_models, _with_tenants(settings), env, progress.say)
+    settings = await asyncio.to_thread(with_models, _with_certificate(_with_tenants(settings)), env, progress.say)
     models = served_models(settings)
     progress.done(", ".join(f"model {model.path}" for model in models))
 
@@ -205,6 +206,15 @@ def _with_tenants(settings: Settings) -> Settings:
     if not path.is_file():
         raise SettingsError(f"file of tenants {path} does not exist", param="policy.tenants")
     return _updated(settings, "policy", tenants=str(path))
+
+
+def _with_certificate(settings: Settings) -> Settings:
+    """Settings with the certificate's files as absolute paths. What is wrong with them is told before anything starts."""
+    given = settings.gateway
+    files = (given.tls_cert, given.tls_key)
+    cert, key = (str(Path(path).expanduser().absolute()) if path else "" for path in files)
+    make_edge(cert, key, given.trusted_proxies, given.cors_origins)
+    return _updated(settings, "gateway", tls_cert=cert, tls_key=key)
 
 
 async def _with_servers(plan: StackPlan, env: Mapping[str, str], supervisor: Supervisor) -> Settings:
