@@ -209,7 +209,7 @@ def _with_tenants(settings: Settings) -> Settings:
 
 
 def _with_certificate(settings: Settings) -> Settings:
-    """Settings with the certificate's files as absolute paths. What is wrong with them is told before anything starts."""
+    """Settings with the certificate's files as absolute paths. What is wrong with them is told before a start."""
     given = settings.gateway
     files = (given.tls_cert, given.tls_key)
     cert, key = (str(Path(path).expanduser().absolute()) if path else "" for path in files)
