@@ -70,31 +70,48 @@ static long pick_bin(sampled_row *row, long count, int bin) {
     return picked;
 }
 
-/* As `nucleus`, of all tokens that could belong to it; the mass is known to the last bits. */
+/* Masses of the list's first `count` entries, added up by bin. */
+static void share_out(const sampled_row *row, long count, double masses[BINS]) {
+    for (long first = 0; first < count; first += TOKENS) {
+        const int some = (int)smaller(TOKENS, count - first);
+        float values[TOKENS];
+        double each[TOKENS];
+        for (int i = 0; i < TOKENS; i++) values[i] = i < some ? value_in(row->list[first + i]) : -INFINITY;
+        exponentials_of(values, 0, each);
+        for (int i = 0; i < some; i++) masses[bin_of(values[i])] += each[i];
+    }
+}
+
+/* As `nucleus`, of all tokens that could belong to it. `last` is UNSURE as `reach` is. */
 static survivors wide_nucleus(sampled_row *row, double share, row_mass all) {
     /* tokens below it have, all together, less than what may be left out */
-    const double most = (1.0 - share) * all.mass / (double)row->vocab;
+    const double surely = all.mass * (1 - all.error), most = (1 - share) * surely / (double)row->vocab;
     const float least = most > 0 ? (float)logarithm_of_double(most) - 1e-3f : -FLT_MAX;
     const long count = gather(row, least);
     double masses[BINS] = {0}, before = 0;
-    for (long i = 0; i < count; i++) masses[bin_of(value_in(row->list[i]))] += mass_in(row->list[i]);
+    share_out(row, count, masses);
     int bin = 0;
-    while (bin < BINS - 1 && before + masses[bin] < share * all.mass) before += masses[bin++];
+    while (bin < BINS - 1 && before + masses[bin] < share * surely) before += masses[bin++];
     const long picked = pick_bin(row, count, bin);
-    if (!picked) return (survivors){least, LONG_MAX}; /* by rounding, a little more than there is */
     sort_list(row, picked);
     const long needed = reach(row, picked, before, share, all);
-    return up_to(row, needed ? needed : picked);
+    if (needed > 0) return up_to(row, needed);
+    if (all.error > 0) return (survivors){INFINITY, UNSURE};
+    return picked ? up_to(row, picked) : (survivors){least, LONG_MAX}; /* by rounding, a little more than there is */
 }
 
 /* The smallest set of largest values whose share of the mass reaches `share`. */
 static survivors nucleus(sampled_row *row, double share) {
     const long count = list_largest(row, FIRST_CANDIDATES);
-    long needed = reach(row, count, 0, share, rough_mass(row));
-    if (needed > 0) return up_to(row, needed);
-    const row_mass all = whole_mass(row);
+    row_mass all = rough_mass(row);
+    long needed = reach(row, count, 0, share, all);
+    /* a token that is no larger than what the mass can be wrong by would hardly be told from the next */
+    const int finer = !needed && mass_in(row->list[count - 1]) < 32 * all.error * all.mass;
+    if (needed == UNSURE || finer) all = whole_mass(row);
     if (needed == UNSURE) needed = reach(row, count, 0, share, all);
-    return needed ? up_to(row, needed) : wide_nucleus(row, share, all);
+    if (needed) return up_to(row, needed);
+    const survivors kept = wide_nucleus(row, share, all);
+    return kept.last == UNSURE ? wide_nucleus(row, share, whole_mass(row)) : kept;
 }
 
 /* Of the `top_k` largest, those whose share reaches `top_p`. */
