@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shared.ingress.tool_schema import MAX_CALLS, Strict, ToolCall, encodable
+from shared.ingress.tool_schema import MAX_CALLS, ReturnedCall, Strict, encodable
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -33,7 +33,7 @@ class ChatMessage(Strict):
 
     role: Role
     content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_content)] = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_CALLS)] = None
+    tool_calls: Annotated[list[ReturnedCall] | None, Field(max_length=MAX_CALLS)] = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)] | None = None
     reasoning_content: Annotated[str, AfterValidator(encodable)] | None = None
 

@@ -32,7 +32,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [
-            drop_neutral(message, MESSAGE_NEUTRAL, f"messages.{index}.") if isinstance(message, dict) else message
+            _message(message, f"messages.{index}.") if isinstance(message, dict) else message
             for index, message in enumerate(messages)
         ]
     request = _validated(ChatRequest, fields)
@@ -47,6 +47,12 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise InvalidInput("top_logprobs: needs logprobs to be true", param="top_logprobs")
     _check_stream_options(request)
     return request
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    if message.get("role") == "assistant":  # to which OpenAI's client adds a field of its own
+        message = {name: value for name, value in message.items() if name != "parsed"}
+    return drop_neutral(message, MESSAGE_NEUTRAL, where)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:

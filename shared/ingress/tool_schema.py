@@ -77,6 +77,15 @@ class ChosenTool(Strict):
 ToolChoice = Literal["none", "auto", "required"] | ChosenTool
 
 
+def _without(*names: str) -> Any:
+    """A validator that drops what client libraries add to a message that they hand back."""
+
+    def drop(value: Any) -> Any:
+        return {k: v for k, v in value.items() if k not in names} if isinstance(value, dict) else value
+
+    return BeforeValidator(drop)
+
+
 class CalledFunction(Strict):
     """A call as it was made."""
 
@@ -89,7 +98,10 @@ class ToolCall(Strict):
 
     id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)]
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: Annotated[CalledFunction, _without("parsed_arguments")]
+
+
+ReturnedCall = Annotated[ToolCall, _without("index")]
 
 
 def check_tools(tools: tuple[Tool, ...] | list[Tool] | None) -> Any:

@@ -174,6 +174,16 @@ def test_bad_messages_are_refused_by_place(message: Any, param: str) -> None:
     assert refused(chat, messages=[message]).param == param
 
 
+def test_an_assistants_call_may_come_back_as_the_client_library_got_it() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}}
+    call = {"id": "x", "type": "function", "index": 0, "function": function}
+    request = chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call], "parsed": None}])
+    (made,) = request.messages[1].tool_calls or ()
+    assert (made.id, made.function.name, made.function.arguments) == ("x", "f", '{"a": 1}')
+    with pytest.raises(InvalidInput, match="parsed"):
+        chat(messages=[{"role": "user", "content": "hi", "parsed": None}])
+
+
 def test_an_assistants_message_may_come_back_as_the_client_library_got_it() -> None:
     chat(
         messages=[{"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "annotations": []}, USER]
