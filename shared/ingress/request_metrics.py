@@ -24,6 +24,7 @@ class RequestMetrics:
 
     def __init__(self, metrics: Metrics, model: str, *, arrived: float, epoch: Epoch) -> None:
         self._metrics = metrics
+        self._itl = metrics.recorder(names.ITL, model_name=model)
         self._model = model
         self._arrived = arrived
         self._epoch = epoch
@@ -65,7 +66,7 @@ class RequestMetrics:
             self._metrics.observe(names.TTFT, now - self._arrived, model_name=self._model)
         gap = 0.0 if first else (now - self._last) / count
         for _ in range(count - first):
-            self._metrics.observe(names.ITL, gap, model_name=self._model)
+            self._itl.add(gap)
         if self._resuming:
             self._resuming = False
             self._metrics.inc(names.RESUMES, model_name=self._model)

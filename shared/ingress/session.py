@@ -221,10 +221,9 @@ class Session:
 
     def apply(self, effects: list[fx.Effect]) -> None:
         """Carry effects out, in order."""
-        if self.stream.placed is not None:
-            self._metrics.placed(self._clock())
-            if self._placed_at is None:
-                self._placed_at = self._clock()
+        if self._placed_at is None and self.stream.placed is not None:
+            self._placed_at = self._clock()
+            self._metrics.placed(self._placed_at)
         settle: fx.SettleRequest | None = None
         acks: list[fx.AckFinal] = []
         for effect in effects:

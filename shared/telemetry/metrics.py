@@ -30,6 +30,31 @@ log = logging.getLogger("baton.telemetry")
 
 Family = Counter | Gauge | Histogram
 
+MAX_TOGETHER = 1024
+"""Values a recorder keeps."""
+
+
+class Recorder:
+    """Values on their way into a histogram, which get there together: at the next exposition, or when they are many."""
+
+    __slots__ = ("_enter", "_values")
+
+    def __init__(self, enter: Callable[[Sequence[float]], None]) -> None:
+        self._enter = enter
+        self._values: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Enter a value."""
+        self._values.append(value)
+        if len(self._values) >= MAX_TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on what was entered."""
+        if self._values:
+            values, self._values = self._values, []
+            self._enter(values)
+
 
 class Metrics:
     """The registry of one process.
@@ -50,6 +75,7 @@ class Metrics:
         self._totals: dict[tuple[str, tuple[str, ...]], float] = {}
         self._children: dict[tuple[str, tuple[tuple[str, str], ...]], Family] = {}
         self._families: dict[str, Family | None] = {}
+        self._recorders: dict[tuple[str, tuple[tuple[str, str], ...]], Recorder] = {}
         self._zeroed = False
         self.serve_models(models)
         for metric in of_service(service):
@@ -115,6 +141,13 @@ class Metrics:
                 child._buckets[place].inc(count)
             child._sum.inc(sum(values))
 
+    def recorder(self, metric: Metric, /, **labels: str) -> Recorder:
+        """For a histogram into which something is entered all the time; one a series, on one thread."""
+        key = (metric.name, tuple(labels.items()))
+        if (known := self._recorders.get(key)) is None:
+            known = self._recorders[key] = Recorder(lambda values: self.observe_all(metric, values, **labels))
+        return known
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The text Prometheus reads, and its content type; by `accept` the classic or the OpenMetrics format."""
         if not self._zeroed:
@@ -130,16 +163,22 @@ class Metrics:
     def value(self, metric: Metric, **labels: str) -> float:
         """A counter's or gauge's value, or how many values a histogram has, as a scrape would show it; for tests."""
         self._read()
+        self._flush()
         name = {"counter": metric.exposed, "gauge": metric.name, "histogram": f"{metric.name}_count"}[metric.kind]
         given = {label: self._allowed(metric, label, labels.get(label)) for label in metric.labels}
         return self.registry.get_sample_value(name, given) or 0.0
 
     def _read(self) -> None:
+        self._flush()
         for read in self._readers:
             try:
                 read()
             except Exception:
                 log.exception("a metric could not be read")
+
+    def _flush(self) -> None:
+        for recorder in self._recorders.values():
+            recorder.flush()
 
     def _child(self, metric: Metric, labels: dict[str, str]) -> Family | None:
         key = (metric.name, tuple(labels.items()))

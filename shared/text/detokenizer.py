@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable
 
-_DECODER = codecs.getincrementaldecoder("utf-8")
+_DECODER: type[codecs.BufferedIncrementalDecoder] = codecs.getincrementaldecoder("utf-8")  # type: ignore[assignment]
 
 
 class Detokenizer:
@@ -27,7 +27,10 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete; empty while a code point is unfinished."""
-        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+        data = b"".join(map(self._token_bytes, token_ids))
+        if data.isascii() and not self._decoder.buffer:
+            return data.decode("ascii")
+        return self._decoder.decode(data)
 
     def flush(self) -> str:
         """What is still held, as U+FFFD; call once, when no more tokens come."""

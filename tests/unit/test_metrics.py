@@ -11,7 +11,7 @@ import pytest
 from shared.telemetry import metric_docs
 from shared.telemetry import metric_names as names
 from shared.telemetry.metric import ALL, MAX_TENANTS, Metric
-from shared.telemetry.metrics import Metrics
+from shared.telemetry.metrics import MAX_TOGETHER, Metrics
 
 NAME = re.compile(r"(vllm:|baton_)[a-z0-9_]+")
 
@@ -188,3 +188,17 @@ def test_values_entered_together_count_as_one_by_one() -> None:
 
     assert told(together) == told(alone)
     assert together.value(names.STEP_SECONDS) == len(values)
+
+
+def test_what_a_recorder_took_is_told_at_once() -> None:
+    values = [0.001 * number for number in range(MAX_TOGETHER + 5)]
+    metrics, alone = Metrics("gateway", models=["m", "n"]), Metrics("gateway", models=["m", "n"])
+    assert metrics.recorder(names.ITL, model_name="n") is metrics.recorder(names.ITL, model_name="n")
+    for value in values:
+        metrics.recorder(names.ITL, model_name="n").add(value)
+        alone.observe(names.ITL, value, model_name="n")
+    told = [[line for line in series(one) if line.startswith(names.ITL.name)] for one in (metrics, alone)]
+    assert told[0] == told[1]
+    metrics.recorder(names.ITL, model_name="m").add(1.0)
+    assert metrics.value(names.ITL, model_name="m") == 1
+    assert metrics.value(names.ITL, model_name="n") == len(values)
