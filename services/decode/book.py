@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from services.decode import reserving
 from services.decode.handoff_in import HandoffIn
-from services.decode.held import Choice, Held, sum_totals
+from services.decode.held import Choice, Held
 from services.decode.reservation import ReservationTable
 from services.decode.stream_outbox import StreamOutbox
 from shared.bus.bus import Delivery
@@ -20,7 +20,7 @@ from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId, RequestId
 from shared.contracts.logprobs import pack_logprobs
 from shared.contracts.messages import Reserve, StreamFrame
-from shared.contracts.parts import Totals
+from shared.contracts.parts import Totals, sum_totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
 from shared.engine.sequence import ERROR, PREEMPTED, REVOKED, SequenceUpdate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -144,26 +144,4 @@ def cut_totals(totals: Totals, completion: tuple[int, ...], num_tokens: int) -> 
         completion_tokens=len(kept),
         wasted_tokens=totals.wasted_tokens + len(completion) - len(kept),
         checksum=completion_checksum(kept),
-    )
-
-
-def sum_totals(parts: Iterable[Totals]) -> Totals:
-    """One account of several choices: prompt and checksum of the first, everything else added up."""
-    parts = list(parts)
-    if not parts:
-        return Totals()
-    first = parts[0]
-    return Totals(
-        prompt_tokens=first.prompt_tokens,
-        cached_tokens=first.cached_tokens,
-        completion_tokens=sum(t.completion_tokens for t in parts),
-        computed_tokens=sum(t.computed_tokens for t in parts),
-        received_tokens=sum(t.received_tokens for t in parts),
-        wasted_tokens=sum(t.wasted_tokens for t in parts),
-        checksum=first.checksum if len(parts) == 1 else b"",
-        prefill_s=sum(t.prefill_s for t in parts),
-        decode_s=sum(t.decode_s for t in parts),
-        bytes_pulled=sum(t.bytes_pulled for t in parts),
-        first_token_s=first.first_token_s,
-        preemptions=sum(t.preemptions for t in parts),
     )

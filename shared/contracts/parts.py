@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from shared.contracts.attempt import Attempt
@@ -48,6 +50,28 @@ class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes_pulled: int = 0
     first_token_s: float = 0.0  # wall time from reservation to first sampled token
     preemptions: int = 0  # how often its blocks were taken; what was computed again is in `wasted_tokens`
+
+
+def sum_totals(parts: Iterable[Totals]) -> Totals:
+    """One account of several choices: prompt and checksum of the first, everything else added up."""
+    parts = list(parts)
+    if not parts:
+        return Totals()
+    first = parts[0]
+    return Totals(
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        completion_tokens=sum(t.completion_tokens for t in parts),
+        computed_tokens=sum(t.computed_tokens for t in parts),
+        received_tokens=sum(t.received_tokens for t in parts),
+        wasted_tokens=sum(t.wasted_tokens for t in parts),
+        checksum=first.checksum if len(parts) == 1 else b"",
+        prefill_s=sum(t.prefill_s for t in parts),
+        decode_s=sum(t.decode_s for t in parts),
+        bytes_pulled=sum(t.bytes_pulled for t in parts),
+        first_token_s=first.first_token_s,
+        preemptions=sum(t.preemptions for t in parts),
+    )
 
 
 class StreamRecord(msgspec.Struct, frozen=True, omit_defaults=True):

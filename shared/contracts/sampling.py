@@ -45,8 +45,4 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def adjusts(self) -> bool:
         """True when logits are changed before the draw."""
-        return bool(
-            self.looks_back
-            or self.logit_bias
-            or self.min_tokens
-        )
+        return bool(self.looks_back or self.logit_bias or self.min_tokens)

@@ -28,7 +28,7 @@ from shared.contracts.errors import (
 from shared.contracts.ids import Dispatch, Epoch, RequestId, Term, WorkerId
 from shared.contracts.logprobs import cut_logprobs
 from shared.contracts.messages import Placed
-from shared.contracts.parts import ComputeRow, HeldAttempt, StreamRecord, Totals
+from shared.contracts.parts import ComputeRow, HeldAttempt, StreamRecord, Totals, sum_totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.text.stream_choice import MAX_PENDING, ChoiceState, StreamRules
 from shared.text.stream_effects import (
@@ -48,6 +48,7 @@ FindStop = Callable[[int, int, Sequence[int]], int | None]
 """(choice, first_seq, new token ids) -> how many output tokens the choice keeps if a stop string is complete."""
 NO_TERM = Term(0)
 FIRST_EPOCH = Epoch(1)
+ALL_CHOICES = -1
 
 
 class StreamCommit:
@@ -109,7 +110,7 @@ class StreamCommit:
         self._awaiting: set[tuple[str, int]] = set()
         self._close_at = 0.0
         self._cancelled: dict[tuple[Attempt, WorkerId], float] = {}
-        self._compute: dict[tuple[Attempt, WorkerId], Totals] = {}
+        self._compute: dict[tuple[Attempt, WorkerId], dict[int, Totals]] = {}  # by choice
         self._ack: tuple[Attempt, WorkerId] | None = None  # whose final to acknowledge after the settlement
 
     def committed(self, choice: int = 0) -> list[int]:
@@ -266,7 +267,7 @@ class StreamCommit:
             return []
         self._awaiting.discard(("finish", choice))
         if totals is not None and self._ack is not None:
-            self._account(*self._ack, totals)
+            self._account(*self._ack, totals, choice)
         return self._settle_if_done()
 
     def on_cancel_reply(self, attempt: Attempt, worker: WorkerId, totals: Totals | None, now: float) -> list[Effect]:
@@ -404,11 +405,11 @@ class StreamCommit:
                 effects += self._lose(error.message, now)
                 return
             self._ack = (self.attempt, self.worker)
-            self._account(*self._ack, totals)
+            self._account(*self._ack, totals, record.choice)
             effects += self._finish("error", error, now, worker_done=True)
             return
         self._ack = (self.attempt, self.worker)
-        self._account(*self._ack, totals)
+        self._account(*self._ack, totals, record.choice)
         choice = self._choices[record.choice]
         made = record.first_seq + len(record.token_ids) // 4
         if made != len(choice.committed) or (
@@ -445,18 +446,23 @@ class StreamCommit:
         completion = self.num_committed
         finish = self.end.finish
         prompt = len(self._prompt) if completion or finish in ("stop", "length") else 0
-        rows = tuple(ComputeRow(worker, attempt, t) for (attempt, worker), t in self._compute.items())
+        spent = {key: sum_totals(parts.values()) for key, parts in self._compute.items()}
+        rows = tuple(ComputeRow(worker, attempt, totals) for (attempt, worker), totals in spent.items())
         cached = min(self.totals.cached_tokens, prompt)
         effects: list[Effect] = [SettleRequest(self.attempt, prompt, completion, cached, finish, rows)]
         if self._ack is not None:
             effects.append(AckFinal(*self._ack))
         return effects
 
-    def _account(self, attempt: Attempt, worker: WorkerId, totals: Totals) -> None:
+    def _account(self, attempt: Attempt, worker: WorkerId, totals: Totals, choice: int = ALL_CHOICES) -> None:
         if attempt == self.attempt:
             self.totals = totals
-        # choices of one attempt report the same worker's account, each a newer state of it
-        self._compute[attempt, worker] = totals
+        parts = self._compute.setdefault((attempt, worker), {})
+        if choice == ALL_CHOICES:
+            parts.clear()
+        elif ALL_CHOICES in parts:  # what a worker tells of all stands
+            return
+        parts[choice] = totals
 
     def _lose(self, reason: str, now: float) -> list[Effect]:
         """Declare the current attempt lost: fence it, cancel it, go on elsewhere or give up."""

@@ -415,3 +415,49 @@ def test_random_networks_commit_exactly_what_the_worker_made(seed: int) -> None:
         todo.clear()
     assert text == output
     assert (ends, settles, stream.num_committed) == (1, 1, len(output))
+
+
+def choice_record(choice: int, ids: list[int], totals: Totals | None = None, **more: object) -> StreamRecord:
+    finish = "length" if totals is not None else ""
+    return StreamRecord(FIRST, choice, 0, pack_tokens(ids), finish, totals, **more)  # type: ignore[arg-type]
+
+
+def spent(ids: list[int], seconds: float) -> Totals:
+    return Totals(
+        prompt_tokens=3,
+        cached_tokens=2,
+        completion_tokens=len(ids),
+        computed_tokens=9,
+        checksum=completion_checksum(ids),
+        decode_s=seconds,
+    )
+
+
+def test_compute_of_several_choices_adds_up() -> None:
+    stream = running(num_choices=3)
+    stream.on_record(W1, choice_record(0, [7, 8], spent([7, 8], 1.0)), 1.0)
+    stream.on_record(W1, choice_record(2, [9], spent([9], 2.0)), 1.0)
+    stream.on_record(W1, choice_record(2, [9], spent([9], 2.0)), 1.0)  # a final is sent until it is acknowledged
+    effects = stream.on_record(W1, choice_record(1, [7], spent([7], 4.0)), 2.0)
+    settle = next(effect for effect in effects if isinstance(effect, SettleRequest))
+    assert (settle.prompt_tokens, settle.completion_tokens, settle.cached_tokens) == (3, 4, 2)
+    (row,) = settle.compute
+    assert (row.totals.completion_tokens, row.totals.computed_tokens, row.totals.decode_s) == (4, 27, 7.0)
+
+
+def test_a_cancelled_request_takes_the_workers_word_for_all_choices() -> None:
+    stream = running(num_choices=2)
+    stream.on_record(W1, choice_record(0, [7], spent([7], 1.0)), 1.0)
+    stream.on_client_gone("client_gone", 2.0)
+    effects = stream.on_cancel_reply(FIRST, W1, Totals(prompt_tokens=3, completion_tokens=5, decode_s=6.0), 3.0)
+    settle = next(effect for effect in effects if isinstance(effect, SettleRequest))
+    assert [row.totals.decode_s for row in settle.compute] == [6.0]
+
+
+def test_scores_are_cut_where_tokens_are() -> None:
+    stream = running()
+    scores = bytes(range(12))
+    effects = stream.on_record(W1, choice_record(0, [7, 8, 9], logprobs=scores, prompt_logprobs=b"prompt"), 1.0)
+    assert effects == [Commit(0, 0, [7, 8, 9], scores, b"prompt")]
+    again = StreamRecord(FIRST, 0, 2, pack_tokens([9, 10]), logprobs=scores[:8], prompt_logprobs=b"prompt")
+    assert stream.on_record(W1, again, 1.0) == [Commit(0, 3, [10], scores[4:8])]
