@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from kernels.native.abi import FORMAT_INT4, FORMAT_INT8, TO_FLOATS, LinearStruct, declare
+from kernels.native.abi import FORMAT_INT4, FORMAT_INT8, TO_FLOATS, LinearStruct, RowStruct, SamplingStruct, declare
 
 IN, OUT, ROWS = 70, 40, 3
 GROUP, GROUPS = 64, 2
+DRAWS = ((0.0, 0, 1.0, 0), (1.0, 0, 1.0, 64), (1.0, 40, 0.5, 8))
+"""Temperature, top-k, top-p, and the token that seed 5 draws of 70 equal ones at position 9."""
 
 
 def main(library: Path) -> int:
-    """1 x 1 products in both dtypes and of integers, on two threads: exit code 1 if a sum is wrong."""
+    """1 x 1 products in both dtypes and of integers, and draws, on two threads: exit code 1 if one is wrong."""
     functions = declare(ctypes.CDLL(str(library)))
     team = functions.baton_open(2)
     if not team:
@@ -42,8 +45,24 @@ def main(library: Path) -> int:
             weight = LinearStruct(ctypes.addressof(room), None, IN, OUT, ctypes.addressof(scales), form, GROUP)
             if code or not _multiplies(functions, team, name, weight, x, lost=1e-3):
                 return 1
+    drawn = _draws(functions, team)
     functions.baton_close(team)
-    return 0
+    return 0 if drawn else 1
+
+
+def _draws(functions: Any, team: Any) -> bool:
+    """Whether tokens are the ones that their seed draws."""
+    rows, tokens = (RowStruct * len(DRAWS))(), (ctypes.c_int64 * len(DRAWS))()
+    for row, (temperature, top_k, top_p, _) in zip(rows, DRAWS, strict=True):
+        row.seed, row.position, row.log_min_p = 5, 9, -math.inf
+        row.temperature, row.top_k, row.top_p = temperature, top_k, top_p
+    logits = (ctypes.c_float * (len(DRAWS) * IN))()
+    places = ctypes.addressof(logits), ctypes.addressof(rows), ctypes.addressof(tokens)
+    code = functions.baton_sample(team, ctypes.byref(SamplingStruct(*places, len(DRAWS), IN)))
+    if not code and list(tokens) == [draw[-1] for draw in DRAWS]:
+        return True
+    print(f"draws: code {code}, tokens {list(tokens)}", file=sys.stderr)
+    return False
 
 
 def _multiplies(functions: Any, team: Any, name: str, weight: LinearStruct, x: Any, lost: float = 0) -> bool:

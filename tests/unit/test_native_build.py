@@ -310,6 +310,23 @@ def test_a_trial_looks_at_products_of_integers(
     assert f"bfloat16, format {form}: code 0, sums" in capsys.readouterr().err
 
 
+def test_a_trial_looks_at_draws(
+    built: Built, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        """Draws nothing."""
+
+        def __init__(self, library: ctypes.CDLL) -> None:
+            self._library = abi.declare(library)
+
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *a: 0) if name == "baton_sample" else getattr(self._library, name)
+
+    monkeypatch.setattr(trial, "declare", Broken)
+    assert trial.main(built.path) == 1
+    assert "draws: code 0, tokens [0, 0, 0]" in capsys.readouterr().err
+
+
 def test_a_folder_of_others_is_not_loaded_from(tmp_path: Path, built: Built) -> None:
     folder = tmp_path / "kept"
     folder.mkdir()
