@@ -13,6 +13,7 @@ from typing import cast
 
 TEXT = b'"finish_reason":null'
 """In every chunk with text, and in no other of a completion."""
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 LIMIT_S = 60.0
 
 
@@ -41,6 +42,7 @@ class Client(asyncio.Protocol):
         self._heard = Heard()
         self._done: asyncio.Future[None] | None = None
         self._tail = b""
+        self._left = -1  # of a body whose length is known; negative: it is chunked
         self._transport: asyncio.WriteTransport | None = None
 
     async def ask(self, request: bytes) -> Heard:
@@ -68,21 +70,26 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         heard = self._heard
         if not heard.status:
-            self._read_head(data)
-        # a chunk may be cut anywhere: what could be the begin of the mark is looked at again
+            data = self._read_head(data)
+        # a chunk may be cut anywhere: what could be the begin of a mark is looked at again
         looked = self._tail + data
         if count := looked.count(TEXT):
             heard.at.extend([time.monotonic()] * count)
         self._tail = looked[-(len(TEXT) - 1) :]
-        if looked.endswith(b"0\r\n\r\n") or (heard.status != 200 and looked.endswith(b"}")):
+        self._left -= len(data)
+        if self._left == 0 or (self._left < 0 and looked.endswith(LAST_CHUNK)):
             heard.whole = b"[DONE]" in looked
             if self._done is not None and not self._done.done():
                 self._done.set_result(None)
 
-    def _read_head(self, data: bytes) -> None:
-        head = data.partition(b"\r\n\r\n")[0].lower()
+    def _read_head(self, data: bytes) -> bytes:
+        """Take the head, which comes in one piece; what stands behind it."""
+        head, _, rest = data.partition(b"\r\n\r\n")
+        head = head.lower() + b"\r\n"
         self._heard.status = int(data[9:12])
-        self._heard.request_id = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+        self._heard.request_id = head.partition(b"\r\nx-request-id: ")[2].partition(b"\r\n")[0].decode()
+        self._left = int(head.partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0] or -1)
+        return rest
 
 
 async def connect(port: int) -> Client:
