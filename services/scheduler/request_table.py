@@ -84,6 +84,11 @@ class RequestTable:
         return sum(record.state == State.PLACED for record in self._book.records.values())
 
     @property
+    def is_settled(self) -> bool:
+        """True when every request has its place and every event was seen."""
+        return self.unseen_events == 0 and all(r.state == State.PLACED for r in self._book.records.values())
+
+    @property
     def unseen_events(self) -> int:
         return len(self._book.outbox)
 

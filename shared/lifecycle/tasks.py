@@ -13,7 +13,9 @@ END_S = 0.5
 """A task that went on after a cancel is cancelled again after so long."""
 
 
-async def every(period_s: float, work: Callable[[], Awaitable[None]], log: logging.Logger) -> None:
+async def every(
+    period_s: float | Callable[[], float], work: Callable[[], Awaitable[None]], log: logging.Logger
+) -> None:
     """Do `work`, then pause, for ever: a turn that failed is logged, and the next one tries again."""
     while True:
         try:
@@ -22,7 +24,7 @@ async def every(period_s: float, work: Callable[[], Awaitable[None]], log: loggi
             log.warning("%s", exc.message)
         except Exception:
             log.exception("periodic work failed")
-        await asyncio.sleep(period_s)
+        await asyncio.sleep(period_s() if callable(period_s) else period_s)
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:

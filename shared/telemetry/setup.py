@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -50,6 +50,9 @@ class SpanQueue(SpanProcessor):
         """Spans ever ended."""
         self.dropped = 0
         """Spans that were pushed out by newer ones."""
+        self.on_first: Callable[[], None] = lambda: None
+        """Called with the first span after each `take`, on the thread that ended it."""
+        self._told = False
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         return None
@@ -60,6 +63,9 @@ class SpanQueue(SpanProcessor):
             self.ended += 1
             self.dropped += len(self._spans) == self._spans.maxlen
             self._spans.append(record)
+            if not self._told:
+                self._told = True
+                self.on_first()
 
     def shutdown(self) -> None:
         return None
@@ -69,6 +75,7 @@ class SpanQueue(SpanProcessor):
 
     def take(self, limit: int = MAX_BATCH_SPANS) -> tuple[SpanRecord, ...]:
         """Up to `limit` of the oldest spans, which are then gone from here."""
+        self._told = False  # before any is taken: what comes from now on is told of anew
         taken: list[SpanRecord] = []
         with suppress(IndexError):
             while len(taken) < limit:
@@ -123,8 +130,19 @@ class Telemetry:
             await self._send(self._bus, spans)
 
     async def _ship(self) -> None:
+        """Sleeps until there is a span: most processes have none most of the time."""
+        loop, come = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed: the process is ending
+                loop.call_soon_threadsafe(come.set)
+
+        self.queue.on_first = wake
+        wake()  # for those that came before
         while True:
+            await come.wait()
             await asyncio.sleep(FLUSH_S)
+            come.clear()
             await self.flush()
 
     async def _send(self, bus: Bus, spans: Sequence[SpanRecord]) -> None:

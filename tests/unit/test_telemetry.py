@@ -75,6 +75,31 @@ async def test_spans_travel_over_the_bus_with_their_parents() -> None:
     await bus.close()
 
 
+async def test_spans_of_any_thread_are_sent_while_the_service_goes_on() -> None:
+    broker = MemoryBroker()
+    taken: list[SpanRecord] = []
+    bus = MemoryBus(broker, "gateway")
+    await bus.subscribe(subjects.ANY_TRACE, SpanBatch, lambda delivery: taken.extend(delivery.message.spans))
+
+    async def until(count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(taken) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async with Telemetry("scheduler", bus) as telemetry:
+
+        def end_some() -> None:
+            for _ in range(20):
+                telemetry.tracer.start_span("scheduler.place").end()
+
+        end_some()
+        await until(20)
+        await asyncio.gather(*(asyncio.to_thread(end_some) for _ in range(4)))
+        await until(100)
+        assert telemetry.queue.ended == 100
+    await bus.close()
+
+
 def test_setup_makes_the_first_provider_global() -> None:
     setup_telemetry("gateway")
     assert isinstance(trace.get_tracer_provider(), object)
