@@ -22,7 +22,7 @@ from shared.contracts.errors import InvalidInput
 from shared.grammar.constraint import Constraint
 from shared.text.tokenizer import Tokenizer, load_tokenizer
 
-MAX_KEPT = 128
+MAX_KEPT = 32
 SLOW_S = 0.3
 """Most processor seconds of compiling at the door: what takes longer would hold up others' steps later."""
 _MAX_REASON_CHARS = 300
@@ -63,7 +63,14 @@ class GrammarCompiler:
         if isinstance(found, str):
             raise InvalidInput(f"response_format: {found}", param="response_format")
         with self._lock:
+            # copies share what their lexer has learnt, and its limit
             return Constraint(found.deep_copy(), self.eos_ids, self.vocab_size)
+
+    def renew(self, grammar: str) -> Constraint:
+        """As `constraint`, of a grammar compiled anew: for one that is worn."""
+        with self._lock:
+            self._kept.pop(_key(grammar), None)
+        return self.constraint(grammar)
 
     def ids_of(self, texts: Iterable[bytes]) -> list[int]:
         """Ids of the tokens that stand for these bytes, where there are any."""
@@ -71,7 +78,7 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: str) -> llguidance.LLMatcher | str:
         """The matcher of a grammar, or why there is none."""
-        key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+        key = _key(grammar)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -102,12 +109,16 @@ class GrammarCompiler:
         return matcher
 
 
+def _key(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+
+
 def _limits() -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(
         initial_lexer_fuel=500_000,
         step_lexer_fuel=100_000,
         step_max_items=50_000,
-        max_lexer_states=50_000,
+        max_lexer_states=20_000,  # about 16 MB
         max_grammar_size=200_000,
         verbose_errors=False,
     )

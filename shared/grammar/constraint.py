@@ -19,6 +19,13 @@ class GrammarFault(Exception):
     """The output cannot go on under its grammar; its words name no text of the client's."""
 
 
+class GrammarWorn(GrammarFault):
+    """What is kept of a grammar, for all its outputs together, has reached its limit: a fresh one may go on."""
+
+    def __init__(self) -> None:
+        super().__init__("the grammar takes too much work")
+
+
 class Constraint:
     """The place of one output. Used by one thread at a time.
 
@@ -40,6 +47,7 @@ class Constraint:
 
         Raises:
             GrammarFault: the grammar does not allow these tokens; the place is then behind the last one it allows.
+            GrammarWorn: see there; this place is of no further use.
         """
         mine = self._tokens
         if len(output) < len(mine) or list(output[: len(mine)]) != mine:
@@ -59,18 +67,19 @@ class Constraint:
         Words behind the vocabulary stay zero.
 
         Raises:
-            GrammarFault: none can, or finding out takes too much work.
+            GrammarFault: none can.
+            GrammarWorn: see there; this place is of no further use.
         """
         row[:] = 0
         if self._ended or self._matcher.is_stopped():
             if self._matcher.is_error():
-                raise GrammarFault("the grammar takes too much work")
+                raise GrammarWorn
             self._allow_end(row)
             return
         own = row[: self._num_words]  # the library takes this size and no other
         self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
         if self._matcher.is_error():
-            raise GrammarFault("the grammar takes too much work")
+            raise GrammarWorn
         if not row.any():
             raise GrammarFault("no token can follow")
 
@@ -92,9 +101,9 @@ class Constraint:
             if not self.may_end:
                 raise GrammarFault("it ends before its grammar does")
         elif not (0 <= token < self._vocab_size and self._matcher.validate_tokens([token]) == 1):
-            raise GrammarFault("a token breaks its grammar")
+            raise GrammarWorn if self._matcher.is_error() else GrammarFault("a token breaks its grammar")
         elif not self._matcher.consume_token(token):
-            raise GrammarFault("the grammar takes too much work")
+            raise GrammarWorn
 
     def _roll_back(self, length: int) -> None:
         lost = len(self._tokens) - length - self._ended

@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 
 from shared.contracts.errors import BatonError
 from shared.grammar.compiler import LazyCompiler
-from shared.grammar.constraint import Constraint, GrammarFault
+from shared.grammar.constraint import Constraint, GrammarFault, GrammarWorn
 
 Bits = NDArray[np.uint32]
 
 KEEP_STEPS = 256
 """Steps after which the place of a sequence that took no part is let go of."""
+
+
+RENEW_TOKENS = 16
+"""A grammar that is worn again after fewer tokens would slow the steps of its neighbours down; its output ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,15 @@ class StepMasks:
     faults: dict[int, str]
 
 
+@dataclass(slots=True)
+class _Place:
+    """A sequence's place; when it was last needed, and after how many tokens its grammar was compiled anew."""
+
+    constraint: Constraint
+    seen: int = 0
+    renewed_at: int = -RENEW_TOKENS
+
+
 NO_MASKS = StepMasks({}, {})
 
 
@@ -58,7 +71,7 @@ class RowMasks:
     def __init__(self, compiler: LazyCompiler, vocab_size: int) -> None:
         self._compiler = compiler
         self._vocab_size = vocab_size
-        self._places: dict[str, tuple[Constraint, int]] = {}
+        self._places: dict[str, _Place] = {}
         self._step = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
@@ -82,17 +95,28 @@ class RowMasks:
 
     def _row(self, row: ConstrainedRow) -> Bits:
         compiler = self._compiler.get()
-        place = self._places.get(row.seq_id, (None, 0))[0] or compiler.constraint(row.grammar)
-        self._places[row.seq_id] = (place, self._step)
+        place = self._places.get(row.seq_id) or _Place(compiler.constraint(row.grammar))
+        self._places[row.seq_id] = place
+        place.seen = self._step
+        try:
+            return self._fill(place.constraint, row, compiler.vocab_size)
+        except GrammarWorn:
+            length = len(row.outputs[-1])
+            if length - place.renewed_at < RENEW_TOKENS:
+                raise
+            place.constraint, place.renewed_at = compiler.renew(row.grammar), length
+            return self._fill(place.constraint, row, compiler.vocab_size)
+
+    def _fill(self, constraint: Constraint, row: ConstrainedRow, known_size: int) -> Bits:
         # the library needs room for all it knows, which may be more tokens than the model has
-        wanted, known = (-(-size // 32) for size in (self._vocab_size or compiler.vocab_size, compiler.vocab_size))
+        wanted, known = (-(-size // 32) for size in (self._vocab_size or known_size, known_size))
         bits = np.zeros((len(row.outputs), max(wanted, known)), dtype=np.uint32)
         for own, output in zip(bits, row.outputs, strict=True):
-            place.advance_to(output)
-            place.fill(own)
+            constraint.advance_to(output)
+            constraint.fill(own)
         return np.ascontiguousarray(bits[:, :wanted])
 
     def _forget(self) -> None:
         if self._step % KEEP_STEPS == 0:
             oldest = self._step - KEEP_STEPS
-            self._places = {seq_id: held for seq_id, held in self._places.items() if held[1] > oldest}
+            self._places = {seq_id: place for seq_id, place in self._places.items() if place.seen > oldest}

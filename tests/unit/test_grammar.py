@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 import torch
 
 from kernels.sampling import Adjustment, RowSampling, sample
 from shared.contracts.errors import InvalidInput
+from shared.grammar import compiler as compiler_module
 from shared.grammar import source
-from shared.grammar.compiler import SLOW_S, GrammarCompiler, LazyCompiler
+from shared.grammar.compiler import MAX_KEPT, SLOW_S, GrammarCompiler, LazyCompiler
 from shared.grammar.constraint import Constraint, GrammarFault
 from shared.grammar.row_masks import ConstrainedRow, RowMasks
 from tests.json_schemas import SCHEMAS, WORD, obj
@@ -243,7 +245,7 @@ def test_what_is_compiled_is_kept_and_places_are_apart() -> None:
     first, second = compiler.constraint(grammars[0]), compiler.constraint(grammars[0])
     first.advance_to(TOKENIZER.encode("ab"))
     assert allowed(second) == TOKENIZER.encode("a")
-    assert len(compiler._kept) == 128
+    assert len(compiler._kept) == MAX_KEPT
 
 
 def test_several_threads_may_compile() -> None:
@@ -265,6 +267,50 @@ def test_several_threads_may_compile() -> None:
     assert not faults
 
 
+def test_a_worn_grammar_is_renewed_and_its_outputs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's lexer learns with every output, and stops at a limit that all outputs of a grammar share."""
+    limits = llguidance.LLParserLimits(max_lexer_states=150, verbose_errors=False)
+    monkeypatch.setattr(compiler_module, "_limits", lambda: limits)
+    compiler, generous = GrammarCompiler(TOKENIZER), COMPILER
+    grammar = source.regex_grammar("([a-m]{1,20} ){1,40}[a-z]", FIELD)
+    lazy = _Ready(compiler)
+    masks, renewed = RowMasks(lazy, VOCAB), 0
+    renew = compiler.renew
+
+    def counted(grammar: str) -> Constraint:
+        nonlocal renewed
+        renewed += 1
+        return renew(grammar)
+
+    monkeypatch.setattr(compiler, "renew", counted)
+    for seed in range(6):
+        truth, output, random = generous.constraint(grammar), list[int](), np.random.default_rng(seed)
+        for _ in range(60):
+            found = masks.now([ConstrainedRow(0, f"s{seed}", grammar, (tuple(output),))])
+            assert not found.faults
+            truth.advance_to(output)
+            wanted = allowed(truth)
+            assert np.flatnonzero(np.unpackbits(found.bits[0][0].view(np.uint8), bitorder="little")).tolist() == wanted
+            if wanted == [EOS]:
+                break
+            output.append(int(random.choice([token for token in wanted if token != EOS])))
+    assert renewed
+
+
+def test_a_grammar_that_wears_at_once_ends_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=40, verbose_errors=False)
+    monkeypatch.setattr(compiler_module, "_limits", lambda: limits)
+    grammar = source.regex_grammar("(.*a.{12}b)|(.*b.{12}a)", FIELD)
+    masks, output, random = RowMasks(_Ready(GrammarCompiler(TOKENIZER)), VOCAB), list[int](), np.random.default_rng(1)
+    for _ in range(400):
+        found = masks.now([ConstrainedRow(0, "s", grammar, (tuple(output),))])
+        if found.faults:
+            break
+        bits = np.unpackbits(found.bits[0][0].view(np.uint8), bitorder="little")
+        output.append(int(random.choice([token for token in np.flatnonzero(bits) if token != EOS])))
+    assert found.faults == {0: "the grammar takes too much work"}
+
+
 def test_special_tokens_are_never_text() -> None:
     """`<|im_start|>` may be written in a string, letter by letter, but not as the control token."""
     place = COMPILER.constraint(source.schema_grammar({"type": "string"}, FIELD))
@@ -274,8 +320,8 @@ def test_special_tokens_are_never_text() -> None:
 
 
 class _Ready(LazyCompiler):
-    def __init__(self) -> None:
-        self._made = COMPILER
+    def __init__(self, compiler: GrammarCompiler = COMPILER) -> None:
+        self._made = compiler
         self._lock = threading.Lock()
 
 
