@@ -32,7 +32,10 @@ class RequestGroup:
         self.created = first.created
         self.klass = first.klass
         self.aborted = asyncio.Event()
-        self._watch = [asyncio.create_task(self._on_aborted(session)) for session in sessions]
+        for session in sessions:  # too slow for one is too slow for all
+            if session.aborted.is_set():
+                self.aborted.set()
+            session.aborted = self.aborted
 
     @property
     def num_choices(self) -> int:
@@ -70,8 +73,6 @@ class RequestGroup:
         if self.end is not None:
             self.cancel("another_prompt_failed")
             self._news.set()
-            for task in self._watch:
-                task.cancel()
         return pieces
 
     def sent(self, num_bytes: int) -> None:
@@ -82,7 +83,3 @@ class RequestGroup:
         """End what still runs."""
         for session in self._sessions:
             session.cancel(reason)
-
-    async def _on_aborted(self, session: Session) -> None:
-        await session.aborted.wait()
-        self.aborted.set()

@@ -52,6 +52,7 @@ log = logging.getLogger("baton.ingress")
 
 WORKER_REPLY_S = 1.0
 _CHUNK_BYTES = 256  # of a delta's JSON around its text
+_SCORE_JSON = 8  # how much longer log-probabilities are as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,10 @@ class Session:
         self._metrics = RequestMetrics(metrics, model.name, arrived=arrived, epoch=epoch)
         self._metrics.admitted(plan.n, plan.sampling.max_tokens)
         self._outputs = [new_output(i, plan, model.codec.tokenizer) for i in range(plan.n)]
+        self._unsent_bytes = 0
+        self._held_bytes = 0  # of scores whose text has not come yet
         if plan.echo is not None and plan.sampling.prompt_logprobs < 0:
             self._begin(b"")
-        self._unsent_bytes = 0
         self._sent_bytes = 0
         self._placed_at: float | None = None
         self._arrived = arrived
@@ -234,6 +236,7 @@ class Session:
                     self._metrics.tokens(now, len(ids))
                     if effect.logprobs:
                         self._outputs[choice].score(ids, unpack_logprobs(effect.logprobs, len(ids)))
+                        self._held_bytes += _SCORE_JSON * len(effect.logprobs)
                     if effect.prompt_logprobs:
                         self._begin(effect.prompt_logprobs)
                     self._collect(choice)
@@ -277,12 +280,14 @@ class Session:
         output = self._outputs[choice]
         before = output.unsent_chars
         if output.collect():
-            self._unsent_bytes += output.unsent_chars - before + _CHUNK_BYTES
+            self._unsent_bytes += output.unsent_chars - before + _CHUNK_BYTES + self._held_bytes
+            self._held_bytes = 0
             self._news.set()
 
     def _begin(self, prompt_logprobs: bytes) -> None:
         """What stands before the choices' own text is known."""
         assert self.plan.echo is not None
+        self._held_bytes += _SCORE_JSON * len(prompt_logprobs) + len(self.plan.echo)
         prompt = self.plan.prompt
         scores = [None, *unpack_logprobs(prompt_logprobs, len(prompt) - 1)] if self.plan.sampling.logprobs >= 0 else []
         echo = make_echo(prompt, self.plan.echo, scores, self.model.codec.tokenizer)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN
 
+from shared.contracts.ids import TenantId
+from shared.contracts.messages import Identity
+from shared.ingress.parse import parse_completion
+from shared.ingress.request_plan import make_plan
 from tests.conformance.real_worker import VOCABULARY, real_options, real_stack, tiny_checkpoint
 from tests.conformance.support import bystander, canary, frames, refused, send
 from tests.native import ALL_LEVELS, library_at
 from tests.pipeline.gateway_support import TOKENIZER, Stack, chat, completion
+
+IDENTITY = Identity(tenant=TenantId("tenant-a"), key_id="k")
+KEY_A = hashlib.sha256(b"key-a").digest()
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +281,17 @@ async def test_a_lost_worker_changes_no_penalty_no_score_and_no_end(model: Path,
 
 def committed(stack: Stack) -> int:
     return sum(session.stream.num_committed for session in stack.service.ingress.sessions.values())
+
+
+async def test_a_reader_too_slow_for_scores_is_cut_off(model: Path, tmp_path: Path) -> None:
+    """Scores are many times their text: what waits for a client is counted with them."""
+    asked = {"stream": True, "max_tokens": 300, "ignore_eos": True, "seed": 1, "temperature": 1}
+    limits = {"max_unsent_bytes": 128 * 1024, "tick_s": 0.01}
+    async with real_stack(real_options(tmp_path, model), **limits) as stack:
+        for scores, finish in ((None, "length"), (20, "cancelled")):
+            parsed = parse_completion(json.dumps(completion(**asked, logprobs=scores)).encode())
+            plan = make_plan(parsed, [5, 6, 7], next(iter(stack.service.models)), identity=IDENTITY, seed=1)
+            session = await stack.service.open(plan, KEY_A, span=INVALID_SPAN, arrived=time.monotonic())
+            await asyncio.wait_for(session.over.wait(), 30)  # nobody takes anything
+            assert session.end is not None
+            assert session.end.finish == finish
