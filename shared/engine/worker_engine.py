@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from shared.contracts.errors import Internal, InvalidInput, SettingsError
+from shared.contracts.errors import InvalidInput, SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import ItlTarget, StepModel
-from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.batching_policy import Batching
+from shared.engine.calibration import Calibration, timed_alone
 from shared.engine.core_share import CoreShare, open_share
 from shared.engine.engine import Engine, Runner
 from shared.engine.model_steps import ModelSteps
 from shared.engine.prompt_budget import NO_TARGET
-from shared.engine.sequence import SequenceSpec, SequenceUpdate
-from shared.engine.step_fit import StepTimeFit, fastest, fit_all
+from shared.engine.sequence import SequenceUpdate
+from shared.engine.step_fit import StepTimeFit
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeModel
 from shared.grammar.compiler import LazyCompiler
 from shared.kv.layout import PoolLayout
@@ -41,17 +38,6 @@ log = logging.getLogger("baton.worker")
 
 DEFAULT_POOL_BYTES = 256 * 1024 * 1024
 """When nobody decided on a size: `./baton up` derives one from free memory."""
-WARM_TIMEOUT_S = 120.0
-_SMALL = ((1, 1), (1, 8), (16, 1), (32, 1), (1, 32), (128, 1))
-CALIBRATION = (*_SMALL, (512, 1), *_SMALL, *_SMALL, (512, 1))
-"""(tokens, sequences) of the timed steps, which sample where a sequence has one token; of repeats the fastest counts.
-The small ones find the floor, the large one what context costs; what exceeds the budget or the pool is left out."""
-CALIBRATION_S = 1.5
-"""A step that would go beyond this is not timed; running steps refine the model anyway."""
-LEAST_BANDWIDTH = 4e9
-"""Bytes a second at which KV is read at least: bounds what a position of context can cost."""
-CALIBRATION_WAIT_S = 4.0
-"""How long a worker waits for its turn to be timed; then it is timed beside the others."""
 REFINE_EVERY = 32
 """Decode steps between refinements of the step-time model, each of which costs as much as the bookkeeping of several.
 Steps with prompt tokens are rarer, cost more and tell more: each one refines it."""
@@ -135,8 +121,7 @@ class WorkerEngine:
     engine: Engine = field(init=False)
     _batcher: Batcher = field(init=False)
     _fit: StepTimeFit = field(init=False, default_factory=StepTimeFit)
-    _observed: list[StepObservation] = field(init=False, default_factory=list)
-    _calibrating: bool = field(init=False, default=False)
+    _calibration: Calibration | None = field(init=False, default=None)
     _steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -195,18 +180,26 @@ class WorkerEngine:
         if self.facts.fake:
             self._learn(StepTimeFit(fake_step_time(self.options.fake_speed)))
             return
-        self._calibrating = True
-        self._run_steps([(1, 1)])
-        # The first step paid for what is made lazily.
-        self._observed.clear()
-        if self.options.calibrate:
-            with _timed_alone(self.options.kv_dir):
-                self._run_steps(CALIBRATION)
-        self._calibrating = False
+        o, layout = self.options, self.facts.layout
+        self._calibration = calibration = Calibration(
+            self.engine,
+            self._listen,
+            layout,
+            max_tokens=min(max(o.token_budget, o.lone_token_budget), self.facts.max_positions - 1),
+            max_num_seqs=o.max_num_seqs,
+            samples=o.samples,
+        )
+        try:
+            calibration.warm()
+            if o.calibrate:
+                with timed_alone(o.kv_dir):
+                    calibration.run()
+        finally:
+            self._calibration = None
+            self._listen(lambda updates: None)
         _give_memory_back()
-        if self._observed:
-            bytes_a_token = sum(group.token_bytes for group in self.facts.layout.groups)
-            self._learn(fit_all(fastest(self._observed), most_context_s=bytes_a_token / LEAST_BANDWIDTH))
+        if calibration.observed:
+            self._learn(calibration.fit())
 
     def stop(self, timeout_s: float) -> None:
         """Stop the engine, then give the pool's memory back: in this order, because steps write the pool."""
@@ -222,107 +215,26 @@ class WorkerEngine:
             self.pool.close()
 
     def _observe(self, observation: StepObservation) -> None:
-        if self._calibrating:
-            self._observed.append(observation)
+        if self._calibration is not None:
+            self._calibration.observed.append(observation)
             return
         self.on_step(observation)
         self._steps += 1
         if observation.num_tokens > observation.num_seqs or self._steps % REFINE_EVERY == 0:
             self._learn(self._fit.refine(observation))
 
+    def _listen(self, on_updates: Callable[[list[SequenceUpdate]], None]) -> None:
+        self.on_updates = on_updates
+
     def _learn(self, fit: StepTimeFit) -> None:
         self._fit = fit
         self._batcher.step_model = fit.model
-
-    def _run_steps(self, shapes: Sequence[tuple[int, int]]) -> None:
-        for number, (each, num_seqs) in enumerate(shapes):
-            spent_s = sum(o.duration_s for o in self._observed)
-            if not self._has_room(each, num_seqs):
-                continue
-            if spent_s and spent_s + self._guess_s(each * num_seqs) > CALIBRATION_S:
-                continue
-            samples = self.options.samples and each == 1
-            sampling = SamplingParams(max_tokens=1)
-            specs = [
-                SequenceSpec(f"warm-{number}-{i}", (1,) * each, each, sampling, compute_only=not samples)
-                for i in range(num_seqs)
-            ]
-            self._run_to_end(specs)
-
-    def _has_room(self, each: int, num_seqs: int) -> bool:
-        """Whether sequences of `each` tokens can be computed in one step, with a block for each to grow into."""
-        o, facts = self.options, self.facts
-        blocks = num_seqs * (-(-each // facts.layout.groups[0].block_size) + 1)
-        return (
-            each * num_seqs <= max(o.token_budget, o.lone_token_budget)
-            and num_seqs <= o.max_num_seqs
-            and each < facts.max_positions
-            and all(blocks <= total for total in facts.layout.num_blocks)
-        )
-
-    def _guess_s(self, num_tokens: int) -> float:
-        """Seconds a step of so many tokens takes, in proportion to the largest yet: the floor cannot be told yet."""
-        largest = max(self._observed, key=lambda o: o.num_tokens)
-        return largest.duration_s * max(1.0, num_tokens / largest.num_tokens)
-
-    def _run_to_end(self, specs: list[SequenceSpec]) -> None:
-        """Compute sequences in as few steps as possible and let go of them."""
-        waiting, failed, ended = {spec.seq_id for spec in specs}, list[str](), threading.Event()
-
-        def on_updates(updates: list[SequenceUpdate]) -> None:
-            for update in updates:
-                waiting.discard(update.seq_id)
-                if update.finish == "error":
-                    failed.append(update.detail)
-            if not waiting:
-                ended.set()
-
-        def reserve(batcher: Batcher) -> None:
-            for spec in specs:
-                batcher.reserve(spec)
-
-        def cancel(batcher: Batcher) -> None:
-            for spec in specs:
-                batcher.cancel(spec.seq_id)
-
-        self.on_updates = on_updates
-        try:
-            self.engine.call(reserve).result(WARM_TIMEOUT_S)
-            if not ended.wait(WARM_TIMEOUT_S) or failed:
-                raise Internal(f"the first steps failed: {', '.join(failed) or 'no answer'}")
-            self.engine.call(cancel).result(WARM_TIMEOUT_S)
-        finally:
-            self.on_updates = lambda updates: None
 
 
 def _give_memory_back() -> None:
     """Loading and packing leave the allocator with free memory it would keep: a tenth of a small model's size."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-@contextlib.contextmanager
-def _timed_alone(folder: Path) -> Iterator[None]:
-    """Hold the machine's turn at timing steps, or go on without it after `CALIBRATION_WAIT_S`.
-
-    The turn is a lock on the pools' folder itself: it leaves no file, and ends with its process.
-    """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + CALIBRATION_WAIT_S
-        while not _locked(fd) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def fake_step_time(speed: float) -> StepTimeModel:

@@ -11,7 +11,7 @@ import pytest
 
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
-from shared.engine import worker_engine
+from shared.engine import calibration
 from shared.engine.sequence import SequenceSpec
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepTimeModel, context_of
@@ -49,8 +49,8 @@ class Machine:
         """Nothing to overwrite."""
 
 
-def make_worker(folder: Path, name: str, machine: Machine) -> WorkerEngine:
-    layout = PoolLayout((LayerGroup("full", (0,), 1, 2, 32, "int8"),), (32,))
+def make_worker(folder: Path, name: str, machine: Machine, num_blocks: int = 32) -> WorkerEngine:
+    layout = PoolLayout((LayerGroup("full", (0,), 1, 2, 32, "int8"),), (num_blocks,))
     facts = WorkerFacts(layout, "f", "n", "m", frozenset(), 8192, fake=False)
     options = WorkerOptions(folder, folder, token_budget=512)
     return WorkerEngine(options, facts, FakePool(folder, WorkerId(name), layout), machine)
@@ -78,12 +78,50 @@ def test_workers_that_start_together_are_timed_one_after_the_other(tmp_path: Pat
 
 
 def test_a_worker_does_not_wait_for_its_turn_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_engine, "CALIBRATION_WAIT_S", 0.1)
+    monkeypatch.setattr(calibration, "WAIT_S", 0.1)
     worker = make_worker(tmp_path, "decode-1", Machine())
-    with worker_engine._timed_alone(tmp_path):
+    with calibration.timed_alone(tmp_path):
         worker.start()
     assert worker.step_model.base_s > 0
     worker.stop(2)
+
+
+def steps_timed(folder: Path, num_blocks: int, token_s: float = 0.0) -> list[tuple[int, int, bool]]:
+    """(tokens, sequences, whether it samples) of the steps a worker times at its start."""
+    machine, seen = Machine(), list[tuple[int, int, bool]]()
+
+    def run(plan: StepPlan) -> StepOutput:
+        samples = any(row.sampling is not None for row in plan.sequences)
+        seen.append((plan.num_tokens, len(plan.sequences), samples))
+        time.sleep(token_s * plan.num_tokens)
+        sampled = tuple((1,) * row.num_logits if row.sampling else () for row in plan.sequences)
+        return StepOutput(plan.step, sampled, duration_s=token_s * plan.num_tokens)
+
+    worker = make_worker(folder, "decode-1", machine, num_blocks)
+    machine.run = run  # type: ignore[method-assign]
+    worker.start()
+    worker.stop(2)
+    return seen[1:]
+
+
+def test_steps_of_decodes_sample_and_those_of_prompts_do_not(tmp_path: Path) -> None:
+    seen = set(steps_timed(tmp_path, 200))
+    assert seen == {(1, 1, True), (8, 8, True), (32, 32, True), *((n, 1, False) for n in (16, 32, 128, 512))}
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 16, 17, 63, 64])
+def test_a_small_pool_is_timed_with_what_fits(tmp_path: Path, num_blocks: int) -> None:
+    seen = steps_timed(tmp_path, num_blocks)
+    assert (1, 1, True) in seen
+    assert ((32, 32, True) in seen) is (num_blocks >= 64)
+
+
+def test_a_slow_machine_is_timed_no_longer_than_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "MOST_S", 0.2)
+    seen = steps_timed(tmp_path, 200, token_s=0.002)
+    # a step is slept through at least, and none is begun that would not fit
+    assert 0 < sum(tokens * 0.002 for tokens, _, _ in seen) <= 0.2
+    assert not [tokens for tokens, _, _ in seen if tokens >= 128]
 
 
 @pytest.mark.parametrize(("device", "closed"), [("cpu", True), ("cuda", False)])
