@@ -30,7 +30,7 @@ from services.gateway.console_files import ConsoleFiles
 from services.gateway.errors import http_body
 from services.gateway.files import Files
 from services.gateway.front import Front, with_cors
-from services.gateway.keep_alive import KeptAlive
+from services.gateway.keep_alive import kept_alive
 from services.gateway.keyed import Keyed, PlansOf
 from services.gateway.observe import Observer
 from services.gateway.opening import open_plans
@@ -125,31 +125,26 @@ class Door:
         parsed = await service.models.parse(parse, body)
         model = service.models.get(parsed.model, identity.models)
         span.set_attribute(a.MODEL, model.name)
-        plans_of = await self._plans(parsed, model, identity, span)
+        plans_of = await self._plans(parsed, model, identity)
         key = await self.keyed.key_of(request, identity.tenant, hashed, body)
-        response: Response
         if key is not None:
-            response = await self.keyed.generate(key, plans_of, span=span, arrived=arrived, headers=echo)
-        else:
-            plans = plans_of(secrets.randbits(64))
-            answered = await open_plans(service, plans, hashed, span=span, arrived=arrived)
-            response = SessionResponse(answered, {"x-request-id": answered.request_id} | echo)
-        return KeptAlive(response, config.keep_alive_s, echo) if parsed.stream and config.keep_alive_s else response
+            return await self.keyed.generate(key, plans_of, span=span, arrived=arrived, headers=echo)
+        plans = plans_of(secrets.randbits(64))
+        answered = await open_plans(service, plans, hashed, span=span, arrived=arrived)
+        headers = {"x-request-id": answered.request_id} | echo
+        return kept_alive(SessionResponse(answered, headers), plans[0], config.keep_alive_s, headers)
 
-    async def _plans(self, parsed: GenerationRequest, model: ServedModel, identity: Identity, span: Span) -> PlansOf:
+    async def _plans(self, parsed: GenerationRequest, model: ServedModel, identity: Identity) -> PlansOf:
         """Tokenized; what is wrong with the parameters the plans tell when they are made."""
         with self._service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
             prompts = await model.codec.encode(parsed)
             tokenize.set_attribute(a.PROMPT_TOKENS, sum(map(len, prompts)))
 
         def plans_of(seed: int) -> list[RequestPlan]:
-            plans = [
+            return [
                 make_plan(parsed, prompt, model, identity=identity, seed=seed, number=number)
                 for number, prompt in enumerate(prompts)
             ]
-            span.set_attribute(a.STREAM, plans[0].stream)
-            span.set_attribute(a.MAX_TOKENS, plans[0].sampling.max_tokens)
-            return plans
 
         return plans_of
 
@@ -166,7 +161,7 @@ class Door:
         try:
             hashed = key_hash({"authorization": f"Bearer {config.probe_key}"})
             identity = await self._service.authenticate(hashed)
-            plans_of = await self._plans(CompletionRequest.model_validate(body), model, identity, span)
+            plans_of = await self._plans(CompletionRequest.model_validate(body), model, identity)
             plans = plans_of(secrets.randbits(64))
             session = await open_plans(self._service, plans, hashed, span=span, arrived=arrived)
         except BatonError as error:

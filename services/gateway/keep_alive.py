@@ -14,9 +14,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.answers import SSE_HEADERS
+from shared.ingress.request_plan import RequestPlan
 
 COMMENT = b": keep-alive\n\n"
 DATA, FRAME_END = b"data: ", b"\n\n"
+
+
+def kept_alive(answer: Response, plan: RequestPlan, period_s: float, headers: Mapping[str, str]) -> Response:
+    """`answer`, with comments if it is a stream and `period_s` is not 0; see `KeptAlive`."""
+    return KeptAlive(answer, period_s, headers) if plan.stream and period_s else answer
 
 
 class KeptAlive(Response):

@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.answers import SessionResponse
+from services.gateway.keep_alive import kept_alive
 from services.gateway.keyed_answer import KeyedAnswer
 from services.gateway.keyed_run import Begun, KeyedRun
 from services.gateway.once import Key, Once, idempotency_key, make_key
@@ -84,7 +85,9 @@ class Keyed:
             unused.clear()
             span.set_attributes({a.REQUEST_ID: entry.state.request_id, a.STATUS: "ok", a.REASON: REPLAYED})
             span.end()
-        return KeyedAnswer(entry, key.place, {"x-request-id": entry.state.request_id, **headers})
+        headers = {"x-request-id": entry.state.request_id, **headers}
+        answer = KeyedAnswer(entry, key.place, headers)
+        return kept_alive(answer, plan, self._service.config.keep_alive_s, headers)
 
     async def whole(
         self, key: Key, make: Callable[[str], Awaitable[Any]], headers: Mapping[str, str] = MappingProxyType({})
@@ -103,6 +106,7 @@ class Keyed:
         return self._service.telemetry.tracer.start_span("gateway.request", context=Context(), attributes=attributes)
 
     async def _ask(self, claim: i.IdempotencyClaim) -> i.IdempotencyState:
+        self._service.ingress.require_open()  # one that drains follows nobody
         reply_type = i.IdempotencyState | Refusal
         state: i.IdempotencyState = await self._service.ingress.ask_policy(
             subjects.POLICY_IDEMPOTENCY, claim, reply_type

@@ -34,6 +34,8 @@ KEEP_S = 0.5
 """The record is brought up to date so often."""
 LATE_PAUSE_S, LATE_TRIES = 2.0, 60
 """A record that could not be completed is tried again behind the client's back."""
+PARTS_AT_ONCE = 8
+"""Most parts in one message."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
 """A longer answer is not kept; a retry runs it again."""
 
@@ -202,11 +204,15 @@ class KeyedRun:
 
     async def _put(self, state: str) -> bool:
         async with self._putting:
-            return not self._fenced and await self._put_now(state)
+            while not self._fenced and len(self._pending) > PARTS_AT_ONCE:
+                await self._put_now(i.RUNNING)
+            if not self._fenced:
+                await self._put_now(state)
+            return not self._fenced
 
-    async def _put_now(self, state: str) -> bool:
+    async def _put_now(self, state: str) -> None:
         session = self._begun.session if self._begun is not None else None
-        pending = list(self._pending)
+        pending = self._pending[:PARTS_AT_ONCE]
         counts: dict[str, Any] = {}
         if session is not None:
             usage = session.usage()
@@ -230,7 +236,6 @@ class KeyedRun:
         self._kept_tokens = write.completion_tokens
         self._written += len(pending)
         del self._pending[: len(pending)]
-        return not self._fenced
 
     async def _before_settle(self, session: Session, settle: Settle) -> Settle:
         await self._closed.wait()

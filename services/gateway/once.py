@@ -22,6 +22,7 @@ from services.gateway.keyed_run import Begun, KeyedRun, Write
 from shared.contracts import idempotency_messages as i
 from shared.contracts.errors import BatonError, Internal, InvalidInput, OtherBody, Unavailable
 from shared.contracts.ids import IngressId, TenantId
+from shared.ingress.ingress import SHUTTING_DOWN
 
 log = logging.getLogger("baton.gateway")
 
@@ -125,8 +126,8 @@ class Once:
     """All of them.
 
     Args:
-        ask, write: of policy. Both raise Unavailable.
-        linger_s: how long an entry goes on that nobody reads, and how long its log is kept.
+        ask, write: of policy. Both raise Unavailable; `ask` with SHUTTING_DOWN when this gateway stops.
+        linger_s: how long an entry goes on that nobody reads.
     """
 
     def __init__(self, ask: Ask, write: Write, ingress: IngressId, linger_s: float) -> None:
@@ -142,7 +143,7 @@ class Once:
         return len(self._entries)
 
     async def enter(self, key: Key, begin: Begin) -> Entry:
-        """The entry of a key, read already by the caller, who must `detach` from it; its answer may be yet to come.
+        """The entry of a key, to which the caller is attached and must `detach` from. Its answer may be yet to come.
 
         Raises OtherBody, NotFound for a stream that cannot be resumed, Unavailable, and what `begin` raises.
         """
@@ -218,7 +219,10 @@ class Once:
     async def _look(self, key: Key, entry: Entry, known: i.IdempotencyState) -> i.IdempotencyState:
         try:
             return await self._ask(self._question(key, known.run, entry.parts_read))
-        except Unavailable:  # policy comes back
+        except Unavailable as exc:
+            if exc.code == SHUTTING_DOWN:
+                raise
+            # policy comes back
             return msgspec.structs.replace(known, outcome=i.RUNNING, parts=(), more=False)
 
     def _question(self, key: Key, known_run: int = 0, known_parts: int = 0) -> i.IdempotencyClaim:

@@ -15,6 +15,7 @@ from shared.ingress.failed_span import end_failed
 from shared.ingress.request_group import RequestGroup
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.session import Session
+from shared.telemetry import attributes as a
 
 
 async def open_plans(
@@ -30,6 +31,7 @@ async def open_plans(
 
     Several sessions have spans of their own below `span`, which ends here. `origin`: of each plan, by its number.
     """
+    span.set_attributes({a.STREAM: plans[0].stream, a.MAX_TOKENS: plans[0].sampling.max_tokens})
     if len(plans) == 1:
         return await service.open(plans[0], key_hash, span=span, arrived=arrived, origin=origin(0))
     news = asyncio.Event()

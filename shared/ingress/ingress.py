@@ -61,6 +61,8 @@ SETTLING_S = 5.0
 QUIET_S = 1.5
 """A worker with running requests speaks once a second; one silent for longer is asked whether it is there."""
 FIRST_EPOCH = Epoch(1)
+SHUTTING_DOWN = "shutting_down"
+"""Code of what an ingress that drains answers."""
 
 OnBeat = Callable[[SchedulerBeat | WorkerBeat, float], None]
 """Hears every beat of the pools served, and when it came (monotonic seconds)."""
@@ -149,7 +151,7 @@ class Ingress:
 
     def shutting_down(self) -> Unavailable:
         """What an ingress that drains answers."""
-        return Unavailable(f"the {self.config.service} is shutting down", retry_after_s=1.0, code="shutting_down")
+        return Unavailable(f"the {self.config.service} is shutting down", retry_after_s=1.0, code=SHUTTING_DOWN)
 
     # ------------------------------------------------------------------------------------------ requests
 

@@ -48,6 +48,8 @@ REFUSALS = (
     "forbidden",
     "conflict",
     "request_too_large",
+    "idempotency_key_reused",
+    "stream_not_found",
     "rate_limit_exceeded",
     "too_many_keys",
     "request_timeout",
