@@ -236,13 +236,16 @@ class WorkerShell:
                 await asyncio.wait({refresh}, timeout=BEAT_ON_CHANGE_S)
 
     async def _tick_loop(self) -> None:
+        look_at = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             now = self.clock()
             with _guarded("tick"):
                 self._role.tick(now)
-            for worker in [w for w, p in self.peers.items() if now - p.seen_at > PEER_FORGET_S]:
-                del self.peers[worker]
+            if now >= look_at:
+                look_at = now + BEAT_S
+                for worker in [w for w, p in self.peers.items() if now - p.seen_at > PEER_FORGET_S]:
+                    del self.peers[worker]
 
     async def _probe_loop(self) -> None:
         """A process that dies lets go of the lock on its pool file: seen here long before its beats are missed."""

@@ -127,6 +127,23 @@ def test_a_command_does_not_wait_for_the_step_in_flight(harness: Harness) -> Non
     assert harness.tokens("a") == []
 
 
+def test_the_answer_to_a_command_does_not_overtake_the_steps_before_it(harness: Harness) -> None:
+    harness.runner.open.clear()
+    harness.call(lambda b: b.reserve(make_spec("a", max_tokens=1)))
+    assert harness.runner.entered.acquire(timeout=WAIT_S)
+    held, going_on = threading.Event(), threading.Event()
+    harness.engine.call(lambda b: (held.set(), going_on.wait(WAIT_S)))
+    assert held.wait(WAIT_S)
+    harness.runner.open.set()
+    inbox, deadline = harness.engine._inbox, time.monotonic() + WAIT_S
+    while inbox.empty():  # the step's end waits for the planner
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    told = harness.engine.call(lambda b: harness.ends())
+    going_on.set()
+    assert told.result(WAIT_S) == {"a": "length"}
+
+
 def test_commands_raise_at_their_caller(harness: Harness) -> None:
     for i in range(8):
         harness.call(lambda b, i=i: b.reserve(make_spec(f"s{i}", await_kv=True)))

@@ -46,6 +46,32 @@ def test_a_short_prompt_goes_local() -> None:
     assert bench.effects == []
 
 
+def test_it_is_settled_while_all_have_their_place() -> None:
+    bench = pair()
+    assert bench.table.is_settled
+    bench.submit(submit("r", 60))
+    assert not bench.table.is_settled
+    bench.match()
+    assert not bench.table.is_settled
+    bench.reserve(reserved())
+    assert state(bench, "r") == State.PLACED
+    assert bench.table.is_settled
+    bench.lose("d1")
+    assert not bench.table.is_settled
+
+
+def test_an_event_nobody_saw_unsettles_it() -> None:
+    bench = pair()
+    bench.submit(submit("r", 60))
+    bench.match()
+    ask: AskReserve = bench.pop(AskReserve)
+    effects = bench.table.reserve_replied(bench.now, ask.message.attempt, ask.worker, reserved())
+    assert state(bench, "r") == State.PLACED
+    assert not bench.table.is_settled
+    bench.take(effects)
+    assert bench.table.is_settled
+
+
 def test_waiting_requests_are_counted_by_class() -> None:
     bench = pair()
     assert bench.table.waiting_by_class == {}
