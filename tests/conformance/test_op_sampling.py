@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 from opentelemetry.trace import INVALID_SPAN
 
 from shared.contracts.ids import TenantId
@@ -295,3 +296,34 @@ async def test_a_reader_too_slow_for_scores_is_cut_off(model: Path, tmp_path: Pa
             await asyncio.wait_for(session.over.wait(), 30)  # nobody takes anything
             assert session.end is not None
             assert session.end.finish == finish
+
+
+async def test_the_official_client_reads_choices_and_scores(stack: Stack) -> None:
+    url = "http://gateway/v1"
+    client = AsyncOpenAI(api_key="key-a", base_url=url, http_client=stack.client, _strict_response_validation=True)
+    ended = {"max_tokens": 4, "seed": 2, "extra_body": {"ignore_eos": True}}
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    chatted = await client.chat.completions.create(
+        model="tiny", messages=messages, n=2, logprobs=True, top_logprobs=2, **ended
+    )
+    assert [choice.index for choice in chatted.choices] == [0, 1]
+    for choice in chatted.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [2] * 4
+    completed = await client.completions.create(
+        model="tiny", prompt=["one", "two"], echo=True, logprobs=1, presence_penalty=0.5, logit_bias={"70": 2}, **ended
+    )
+    assert [choice.text[:3] for choice in completed.choices] == ["one", "two"]
+    seen: dict[int, list[float]] = {0: [], 1: []}
+    stream = await client.chat.completions.create(
+        model="tiny", messages=messages, n=2, logprobs=True, stream=True, **ended
+    )
+    async for event in stream:
+        for part in event.choices:
+            entries = part.logprobs.content if part.logprobs else None
+            seen[part.index] += [entry.logprob for entry in entries or ()]
+    whole = [
+        [entry.logprob for entry in choice.logprobs.content or ()] for choice in chatted.choices if choice.logprobs
+    ]
+    assert list(seen.values()) == whole
