@@ -19,6 +19,8 @@ from shared.contracts.messages import GatewayBeat, Refusal
 
 QUEUE = "policy"
 ASK_S = 1.0
+MAX_AT_ONCE = 16
+"""Questions asked of Redis at the same time; admission needs connections too."""
 
 
 class IdempotencyDesk:
@@ -37,6 +39,7 @@ class IdempotencyDesk:
         self._kept = kept
         self._watch = watch
         self._clock = clock
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -58,7 +61,8 @@ class IdempotencyDesk:
         ask: i.IdempotencyClaim | i.IdempotencyWrite = delivery.message
         try:
             if isinstance(ask, i.IdempotencyWrite):
-                return i.IdempotencyWritten(held=await self._kept.write(ask))
+                async with self._turns:
+                    return i.IdempotencyWritten(held=await self._kept.write(ask))
             return await self._claim(ask)
         except Unavailable:
             raise
@@ -70,11 +74,13 @@ class IdempotencyDesk:
         await asyncio.gather(*(self._is_there(ingress) for ingress in self._watch.quiet(self._clock())))
 
     async def _claim(self, ask: i.IdempotencyClaim) -> i.IdempotencyState:
-        key = check_key(ask.key_hash, await self._records.key(ask.key_hash))
-        found = await self._kept.claim(key.tenant, ask)
-        if found.state.outcome == i.RUNNING and await self._lost(found):
-            found = await self._kept.claim(key.tenant, ask, found.owner)
-        return found.state
+        async with self._turns:
+            key = check_key(ask.key_hash, await self._records.key(ask.key_hash))
+            found = await self._kept.claim(key.tenant, ask)
+        if found.state.outcome != i.RUNNING or not await self._lost(found):
+            return found.state
+        async with self._turns:
+            return (await self._kept.claim(key.tenant, ask, found.owner)).state
 
     async def _lost(self, found: Found) -> bool:
         owner = found.owner

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from services.gateway.keyed_run import EPOCHS_A_RUN
@@ -86,6 +87,19 @@ async def test_a_stream_is_replayed_byte_for_byte(redis: RedisStore) -> None:
         assert len({name for name, _ in found}) == len(found)
         assert "id: " not in (await world.gateways[0].post("completions", STREAM)).text
         assert len(await world.settled(2)) == 2
+
+
+async def test_the_official_client_reads_keyed_streams(redis: RedisStore) -> None:
+    async with keyed_world(redis) as world:
+        for gateway in world.gateways:
+            async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="key-a", max_retries=0) as ai:
+                stream = await ai.completions.create(
+                    model="tiny", prompt="hi", stream=True, extra_headers={"Idempotency-Key": "k"}
+                )
+                assert "".join([chunk.choices[0].text async for chunk in stream]) == TEXT
+                with pytest.raises(openai.UnprocessableEntityError):
+                    await ai.completions.create(model="tiny", prompt="ho", extra_headers={"Idempotency-Key": "k"})
+        await world.settled(1)
 
 
 async def test_requests_at_the_same_time_run_once(redis: RedisStore) -> None:

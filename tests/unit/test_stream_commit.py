@@ -157,6 +157,25 @@ def test_a_later_session_of_a_request_starts_above_its_earlier_epochs() -> None:
     assert settle.attempt.epoch == 17
 
 
+def test_a_session_goes_on_from_tokens_of_an_earlier_one() -> None:
+    stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=60.0, epoch=Epoch(1025))
+    assert stream.restore([7, 8]) == [Commit(0, 0, [7, 8])]
+    (submit,) = stream.start(0.0)
+    assert isinstance(submit, SubmitAttempt)
+    assert (submit.token_ids, submit.num_prompt_tokens) == ([*PROMPT, 7, 8], len(PROMPT))
+    stream.on_placed(placed(1025), 0.1)
+    final = Totals(completion_tokens=3, checksum=completion_checksum([7, 8, 9]))
+    effects = stream.on_record(W1, record(2, [9], epoch=1025, finish="length", totals=final), 0.2)
+    assert effects[0] == Commit(0, 2, [9])
+    assert next(e for e in effects if isinstance(e, SettleRequest)).completion_tokens == 3
+
+
+def test_tokens_that_complete_a_stop_string_are_no_beginning() -> None:
+    stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=60.0, find_stop=lambda choice, first, ids: 1)
+    with pytest.raises(Internal):
+        stream.restore([7, 8])
+
+
 def test_losing_a_prefill_worker_changes_nothing() -> None:
     stream = StreamCommit(ID, PROMPT, arrived=0.0, budget_s=100.0)
     stream.start(0.0)
