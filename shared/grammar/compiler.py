@@ -19,13 +19,15 @@ import llguidance
 import numpy as np
 
 from shared.contracts.errors import InvalidInput
-from shared.grammar.constraint import Constraint
+from shared.grammar.constraint import Constraint, GrammarWorn, panics_mapped
 from shared.text.tokenizer import Tokenizer, load_tokenizer
 
 MAX_KEPT = 32
 SLOW_S = 0.3
 """Most processor seconds of compiling at the door: what takes longer would hold up others' steps later."""
+PROBE_STEPS = 4
 _MAX_REASON_CHARS = 300
+_TOO_MUCH = ("too many", "too big", "fuel", "too large")
 _PLACE = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 
 
@@ -93,20 +95,34 @@ class GrammarCompiler:
     def _compile(self, grammar: str) -> llguidance.LLMatcher | str:
         started = time.thread_time()
         try:
-            matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        except Exception as exc:  # the library maps most faults to its own state, and panics to exceptions
-            return _reason(str(exc))
-        if matcher.is_error():
-            return _reason(matcher.get_error())
-        # what is made lazily is made here, on a copy whose first mask tells whether anything can match at all
-        first = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)
-        if matcher.is_error():
-            return _reason(matcher.get_error())
-        if not first.any():
-            return "no output can match it"
+            with panics_mapped():
+                matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+                fault = matcher.get_error() or self._probe(matcher.deep_copy())
+        except GrammarWorn as exc:
+            return str(exc)
+        if fault:
+            return _reason(fault)
         if self._slow_s and time.thread_time() - started > self._slow_s:
             return "it takes too much work"
         return matcher
+
+    def _probe(self, matcher: llguidance.LLMatcher) -> str:
+        """Take a few steps: what is wrong with them, or "". A grammar that compiles may match nothing, or be too much.
+
+        What the lexer learns here is of use to every output.
+        """
+        for step in range(PROBE_STEPS):
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            if matcher.is_error():
+                return matcher.get_error()
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            if not len(allowed) and not step:
+                return "no output can match it"
+            going_on = allowed[~np.isin(allowed, self.eos_ids)]
+            if not len(going_on):
+                return ""
+            matcher.consume_token(int(going_on[0]))
+        return matcher.get_error()
 
 
 def _key(grammar: str) -> bytes:
@@ -115,7 +131,7 @@ def _key(grammar: str) -> bytes:
 
 def _limits() -> llguidance.LLParserLimits:
     return llguidance.LLParserLimits(
-        initial_lexer_fuel=500_000,
+        initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
         step_max_items=50_000,
         max_lexer_states=20_000,  # about 16 MB
@@ -161,4 +177,6 @@ def _reason(message: str) -> str:
     """The library's words on one line, without the place in our text around the client's."""
     message = _PLACE.sub("", message.replace("<non-verbose/>", ""))
     words = " ".join(message.split())
+    if any(word in words for word in _TOO_MUCH):
+        return "it takes too much work"
     return f"not supported: {words[:_MAX_REASON_CHARS]}"

@@ -6,7 +6,8 @@ sequence that was preempted): the matcher is rolled back to what both have in co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import llguidance
 import numpy as np
@@ -24,6 +25,17 @@ class GrammarWorn(GrammarFault):
 
     def __init__(self) -> None:
         super().__init__("the grammar takes too much work")
+
+
+@contextmanager
+def panics_mapped() -> Iterator[None]:
+    """A fault inside the library, which comes as no `Exception`, ends what needed it and not the process."""
+    try:
+        yield
+    except BaseException as exc:
+        if type(exc).__name__ == "PanicException":
+            raise GrammarWorn from exc
+        raise
 
 
 class Constraint:

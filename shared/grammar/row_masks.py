@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shared.contracts.errors import BatonError
 from shared.grammar.compiler import LazyCompiler
-from shared.grammar.constraint import Constraint, GrammarFault, GrammarWorn
+from shared.grammar.constraint import Constraint, GrammarFault, GrammarWorn, panics_mapped
 
 Bits = NDArray[np.uint32]
 
@@ -111,9 +111,10 @@ class RowMasks:
         # the library needs room for all it knows, which may be more tokens than the model has
         wanted, known = (-(-size // 32) for size in (self._vocab_size or known_size, known_size))
         bits = np.zeros((len(row.outputs), max(wanted, known)), dtype=np.uint32)
-        for own, output in zip(bits, row.outputs, strict=True):
-            constraint.advance_to(output)
-            constraint.fill(own)
+        with panics_mapped():
+            for own, output in zip(bits, row.outputs, strict=True):
+                constraint.advance_to(output)
+                constraint.fill(own)
         return np.ascontiguousarray(bits[:, :wanted])
 
     def _forget(self) -> None:
