@@ -29,6 +29,7 @@ from loadtest.contention_worker import KINDS, Step
 from loadtest.machine import IDLE_CORES, ForeignLoad, this_machine
 from shared.contracts.errors import BatonError, Unavailable
 from shared.model.fetch import cache_dir, fetch_default_model
+from shared.model.gguf_folder import model_folder
 from shared.settings.load import ROOT
 
 GOAL_TWO, GOAL_SPINNER = 0.9, 0.55
@@ -88,7 +89,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Start the workers and sample every scenario in turn. Raises Unavailable when a worker fails."""
-    folder = options.model or fetch_default_model(cache_dir(os.environ), _say)
+    cache = cache_dir(os.environ)
+    folder = model_folder(options.model, cache, _say) if options.model else fetch_default_model(cache, _say)
     with ExitStack() as stack:
         where = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-contention-", dir=_memory_folder()))
         _say(f"loading {folder.name} three times")
@@ -236,7 +238,9 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.contention", description="Workers beside one another.")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=Path, metavar="PATH", help="a model folder or .gguf file (default: the default model)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     parser.add_argument("--quant", default="none", help="default none")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of a sample (default 4)")

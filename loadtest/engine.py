@@ -34,6 +34,7 @@ from shared.kv.pool import Pool, create_pool
 from shared.model.config import layer_groups
 from shared.model.decoder import Model, load_decoder
 from shared.model.fetch import cache_dir, fetch_default_model
+from shared.model.gguf_folder import model_folder
 from shared.model.native_decoder import NativeDecoder
 
 CONTEXT, CHUNK, BLOCK = 128, 512, 32
@@ -100,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Load the model once a contestant and measure. Raises SettingsError for a model that cannot be used."""
-    folder = options.model or fetch_default_model(cache_dir(os.environ), _say)
+    cache = cache_dir(os.environ)
+    folder = model_folder(options.model, cache, _say) if options.model else fetch_default_model(cache, _say)
     threads = options.threads or len(os.sched_getaffinity(0))
     models: dict[str, Model] = {}
     for name in contestants(options.only, options.quant):
@@ -278,7 +280,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton bench engine", description="Measure steps of one engine: torch's kernels beside the native ones."
     )
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=Path, metavar="PATH", help="a model folder or .gguf file (default: the default model)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
     parser.add_argument("--longest", type=int, default=LONGEST, metavar="N", help=f"prompts up to (default {LONGEST})")

@@ -36,6 +36,7 @@ from shared.model.config import layer_groups
 from shared.model.decoder import Model, configuration_of, load_decoder
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, fetch_default_model
+from shared.model.gguf_folder import model_folder
 from shared.model.kv_dtype import kv_dtype_of
 from shared.model.quality_gate import (
     AUTO,
@@ -214,7 +215,8 @@ def main(argv: Sequence[str]) -> int:
     threads = max(1, options.threads)
     torch.set_num_threads(threads)
     try:
-        folder = options.model or fetch_default_model(cache_dir(os.environ), _say)
+        cache = cache_dir(os.environ)
+        folder = model_folder(options.model, cache, _say) if options.model else fetch_default_model(cache, _say)
         one = Configuration(options.kernels, options.dtype, options.quant, options.kv)
         wanted = ALL if options.all else (one,)
         keep = SHIPPED if options.ship else own_results(cache_dir(os.environ))
@@ -245,7 +247,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="baton bench quality",
         description="Measure how far a configuration is from float32 on fixed texts, and keep the result.",
     )
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model folder (default: the default model)")
+    parser.add_argument(
+        "--model", type=Path, metavar="PATH", help="a model folder or .gguf file (default: the default model)"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
     parser.add_argument("--kv", choices=(SAME, "int8"), default=SAME, help="of its KV (default: as it computes)")

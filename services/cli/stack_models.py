@@ -9,7 +9,7 @@ from services.cli import cores
 from shared.contracts.errors import SettingsError
 from shared.model.fetch import cache_dir, fetch_default_model
 from shared.model.folder import check_model_folder
-from shared.model.gguf_folder import gguf_folder, is_gguf
+from shared.model.gguf_folder import model_folder
 from shared.settings.models import num_workers, served_models
 from shared.settings.sections import Settings
 
@@ -34,9 +34,7 @@ def with_models(settings: Settings, env: Mapping[str, str], say: Callable[[str],
 def _folder(given: str, param: str, fake: bool, env: Mapping[str, str], say: Callable[[str], None]) -> Path:
     if not given:
         return fetch_default_model(cache_dir(env), say)
-    path = Path(given).expanduser().absolute()
-    if is_gguf(path):
-        path = gguf_folder(path, cache_dir(env), say)
+    path = model_folder(Path(given).expanduser().absolute(), cache_dir(env), say)
     if not path.is_dir():
         raise SettingsError(f"model folder {path} does not exist", param=param)
     check_model_folder(path, weights=not fake)

@@ -36,6 +36,11 @@ def folder_of(path: Path, cache: Path) -> Path:
     return cache / "models" / f"gguf-{name}"
 
 
+def model_folder(path: Path, cache: Path, say: Callable[[str], None]) -> Path:
+    """The folder of a model that is given as one or as a file. Raises SettingsError as `gguf_folder`."""
+    return gguf_folder(path, cache, say) if is_gguf(path) else path
+
+
 def gguf_folder(path: Path, cache: Path, say: Callable[[str], None]) -> Path:
     """The folder of a file, made if it is not there, or if the file or what stands beside it has changed.
 
