@@ -32,7 +32,7 @@ from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, InvalidInput, SettingsError, Unavailable, from_wire
 from shared.contracts.grants import Grant, Limits, Scope, SignedGrant
-from shared.contracts.ids import Epoch, RequestId, TenantId, WorkerId
+from shared.contracts.ids import Epoch, IngressId, RequestId, TenantId, WorkerId
 from shared.contracts.parts import ComputeRow, Totals
 from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
 from shared.store import redis_store
@@ -148,6 +148,21 @@ async def test_a_grant_is_signed_and_says_what_was_asked(world: World) -> None:
     assert (grant.scope.tenant, grant.scope.authorization, grant.scope.generation) == ("demo", (), 1)
     assert grant.reserved_tokens == 50
     assert abs(grant.expires_s - time.time() - 65.0) < 5.0
+
+
+async def test_a_reservation_knows_who_holds_its_request_until_it_is_settled(world: World) -> None:
+    granted = await world.admitted("r1", ingress_id=IngressId("gateway-a"))
+    await world.admitted("r2")
+    assert await world.accounts.held_by(DEMO) == {"r1": "gateway-a"}
+    await world.admitted("r1", ingress_id=IngressId("gateway-b"))  # taken over
+    assert await world.accounts.held_by(DEMO) == {"r1": "gateway-b"}
+    assert (await world.accounts.quota(DEMO))["held"] == "60"
+    await world.settle("r1", granted.grant, 5)
+    await until(lambda: held_by_nobody(world))
+
+
+async def held_by_nobody(world: World) -> bool:
+    return not await world.accounts.held_by(DEMO)
 
 
 async def test_batch_work_is_admitted_by_tenant_any_number_of_times_and_holds_nothing(world: World) -> None:
