@@ -31,7 +31,7 @@ from shared.contracts.errors import BatonError, Unavailable
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 
 RATE, LATENCY_TOKENS = 100.0, 4
-STREAMS, OFFERED = 64, 20_000.0
+STREAMS, OFFERED = 64, 25_000.0
 BYSTANDER_STEP_S = 0.01
 FLOOD, FLOOD_CONNECTIONS = 1000.0, 32
 WARM_S = 1.0

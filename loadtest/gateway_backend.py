@@ -193,7 +193,7 @@ async def _serve(step_s: float) -> None:
         await backend.start()
         print("ready", flush=True)
         await stop.wait()
-        json.dump({request_id: run.sent_at for request_id, run in backend.done.items()}, sys.stdout)
+        json.dump({request_id: [run.came, *run.sent_at] for request_id, run in backend.done.items()}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,11 @@ class GatewayStack:
 
     @contextmanager
     def backend(self, step_s: float) -> Iterator[dict[str, list[float]]]:
-        """A backend with steps of this length; afterwards the times (monotonic seconds) at which it sent each token of
-        each finished request, by request id."""
+        """A backend with steps of this length.
+
+        Afterwards, by request id, when each finished request came to the scheduler and when each of its tokens left,
+        monotonic seconds.
+        """
         sent: dict[str, list[float]] = {}
         command = [sys.executable, "-m", "loadtest.gateway_backend", "--step-ms", str(step_s * 1e3)]
         env = {**os.environ, "NATS_URL": self._nats_url}
