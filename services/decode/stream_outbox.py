@@ -217,8 +217,8 @@ class StreamOutbox:
         """Finals whose acknowledgement is overdue, again; each time after a longer wait."""
         due: dict[IngressId, list[StreamRecord]] = {}
         for entry in tuple(self._entries.values()):
-            if not any(c.final_sent and not c.settled for c in entry.choices):
-                continue
+            if not entry.resend_at or not any(c.final_sent and not c.settled for c in entry.choices):
+                continue  # nothing of it has ended, as of most
             if entry.ended and now - entry.ended_at >= FORGET_FINAL_S:
                 self.drop_request(entry.attempt.request_id)
             elif now >= entry.resend_at:
