@@ -106,6 +106,9 @@ INLINE void NAME(bounds)(const NAME(top) *p, long row, long block, float *most, 
     *least = top_lane(under);
 }
 
+/* The larger; a NaN stays. */
+INLINE float NAME(larger_bound)(float a, float b) { return a != a || b <= a ? a : b; }
+
 /* An item is a slice of a row's blocks. */
 static void NAME(lower_item)(const void *argument, long item, int thread) {
     (void)thread;
@@ -117,7 +120,7 @@ static void NAME(lower_item)(const void *argument, long item, int thread) {
         float most, least;
         NAME(bounds)(p, row, block, &most, &least);
         lowers[block] = least > -INFINITY ? least + 0.0f : -INFINITY; /* neither NaN nor negative zero */
-        if (!(most <= top)) top = most;                               /* a NaN stays */
+        top = NAME(larger_bound)(top, most);
     }
     p->uppers[item] = top;
 }
@@ -134,8 +137,7 @@ static void NAME(limit_item)(const void *argument, long row, int thread) {
         if (lowers[i] > best) best = lowers[i];
     p->limits[row] = best;
     if (!draw || !(draw->temperature > 0.0f)) return;
-    for (long i = 0; i < slices; i++)
-        if (!(p->uppers[row * slices + i] <= top)) top = p->uppers[row * slices + i];
+    for (long i = 0; i < slices; i++) top = NAME(larger_bound)(top, p->uppers[row * slices + i]);
     double limit = -INFINITY;
     if (draw->top_k > 0 && draw->top_k <= blocks) limit = (double)nth_largest(lowers, blocks, draw->top_k);
     const double within = (double)best + draw->log_min_p * draw->temperature * (1 + 1e-6);

@@ -75,7 +75,7 @@ typedef struct {
 typedef struct {
     const float *logits; /* [num_rows, vocab] */
     const baton_row *rows;
-    int64_t *tokens;     /* [num_rows]; -1 where the largest logit, as given or adjusted, is not finite */
+    int64_t *tokens;     /* [num_rows]; -1 where the largest is not finite: cpu_kernel.h */
     int64_t num_rows, vocab;
 } baton_sampling;
 

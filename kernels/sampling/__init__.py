@@ -18,11 +18,10 @@ from kernels.sampling import reference
 from kernels.sampling.adjustment import Adjustment, adjust
 from kernels.sampling.logprobs import row_logprobs
 from kernels.sampling.noise import Floats, gumbel, gumbel_all, uniform
+from kernels.sampling.reference import NO_TOKEN
 
 GREEDY_BELOW = 1e-6
 """The noise left at a temperature this low is nothing, while a division by it can pass float32."""
-NO_TOKEN = -1
-"""Drawn from a row whose largest logit, as given or adjusted, is not finite."""
 
 RowLogprobs = tuple[float, list[tuple[int, float]]]
 """Of one token, and the most likely (token id, log-probability), best first."""
@@ -119,6 +118,7 @@ class ReferenceSampler:
 
 
 __all__ = [
+    "NO_TOKEN",
     "Adjustment",
     "ReferenceSampler",
     "RowLogprobs",

@@ -203,7 +203,7 @@ static void tell(sampled_row *row, const float *logits, long token, long wanted,
 
 /* ----------------------------------------------------------------------------------------------------------------- row */
 
-/* The token of a row, or -1 where its largest logit, as given or adjusted, is not finite. */
+/* The token of a row, or -1 where its largest logit, as given, adjusted or over the temperature, is not finite. */
 static long sample_row(sampled_row *row, const float *logits, const baton_row *how) {
     if (!look(row, logits)) return -1;
     if (is_adjusted(how)) {
@@ -211,6 +211,7 @@ static long sample_row(sampled_row *row, const float *logits, const baton_row *h
         if (!look(row, row->own)) return -1;
     }
     if (!(how->temperature > 0.0f)) return first_largest(row);
+    if (row->top / how->temperature < -FLT_MAX) return -1;
     const long best = divide_by(row, how->temperature);
     return draw(row, how, filter(row, how), best);
 }

@@ -8,6 +8,8 @@ import numpy as np
 
 from kernels.sampling.noise import NOISE_MAX, NOISE_MIN, Floats, Ids, gumbel, gumbel_all
 
+NO_TOKEN = -1
+"""Drawn from a row whose largest logit, as given, adjusted or over the temperature, is not finite."""
 _FIRST_CANDIDATES = 256
 _MAX_GAP = NOISE_MAX - NOISE_MIN
 """A token further than this below the best cannot win, whatever its noise."""
@@ -30,7 +32,10 @@ def sample(
         scaled = logits / np.float32(temperature)
         if temperature < 1.0:  # which can take a value past float32
             np.minimum(scaled, np.finfo(np.float32).max, out=scaled)
-        scaled -= scaled.max()
+        top = scaled.max()
+        if top == -np.inf:
+            return NO_TOKEN
+        scaled -= top
     ids = survivors(scaled, top_k, top_p, min_p)
     if ids is None:
         ids = np.flatnonzero(scaled >= -_MAX_GAP)

@@ -140,6 +140,10 @@ def test_rows_without_a_largest_have_no_token(sampler: NativeSampler, temperatur
         logits = torch.tensor([line + [-1.0] * (width - 3) for line in bad])
         logits[3] = -INF
         assert drawn(sampler, logits, rows) == [NO_TOKEN] * len(bad) == sample(logits, rows)
+    if temperature:
+        tiny = [RowSampling(1e-6, 0, 1.0, 1, 1)] * 2  # takes values past float32
+        large = torch.tensor([[-1e35, -2e35, -INF], [1e35, 2e35, 0.0]])
+        assert drawn(sampler, large, tiny) == sample(large, tiny) == [NO_TOKEN, 0]  # the two largest are level
     good = torch.tensor([[-INF, -1e30, -INF]])
     assert drawn(sampler, good, rows[:1]) == [1]
     nothing = RowSampling(temperature, 0, 1.0, 1, 1, adjustment=Adjustment(allowed=frozenset()))
