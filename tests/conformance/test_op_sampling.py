@@ -326,3 +326,40 @@ async def test_the_official_client_reads_choices_and_scores(stack: Stack) -> Non
             seen[part.index] += [entry.logprob for entry in entries or ()]
     told = [choice.logprobs.content or [] for choice in chatted.choices if choice.logprobs]
     assert list(seen.values()) == [[entry.logprob for entry in entries] for entries in told]
+
+
+async def test_each_choice_stops_by_itself(stack: Stack) -> None:
+    asked = {"n": 3, "seed": 11, "temperature": 1, "max_tokens": 24, "ignore_eos": True}
+    whole = [choice["text"] for choice in (await answer(stack, **asked))["choices"]]
+    letters = {char for text in whole for char in text if char.isascii() and char.isalnum()}
+    stop = min(letters, key=lambda char: (-sum(char in text for text in whole), char))
+    body = await answer(stack, **asked, stop=stop)
+    for choice, text in zip(body["choices"], whole, strict=True):
+        assert (choice["text"], choice["finish_reason"]) == (
+            text.partition(stop)[0],
+            "stop" if stop in text else "length",
+        )
+    assert any(stop in text for text in whole)
+    settled = (await stack.settled(2))[-1]
+    assert settled.completion_tokens == body["usage"]["completion_tokens"] < 72
+
+
+async def test_tiers_and_timings_are_told_when_asked_for(stack: Stack) -> None:
+    plain = await answer(stack, max_tokens=2)
+    assert plain.keys().isdisjoint({"service_tier", "timings"})
+    for tier, klass, served in (
+        ("auto", "", "default"),
+        ("priority", "interactive", "priority"),
+        ("flex", "analysis", "default"),
+    ):
+        body = await answer(stack, "chat/completions", max_tokens=2, service_tier=tier)
+        # the policy of these tests grants class interactive, whatever is asked
+        assert (body["service_tier"], stack.backend.admits[-1].klass) == (served, klass)
+    timed = await answer(stack, max_tokens=3, timings=True, ignore_eos=True)
+    told = timed["timings"]
+    assert 0 <= told["queue_ms"] <= told["first_token_ms"] <= told["total_ms"]
+    assert told["tokens_per_second"] > 0
+    options = {"stream": True, "stream_options": {"include_usage": True}, "timings": True}
+    got = frames(await send(stack, "chat/completions", chat(max_tokens=2, **options)))
+    assert "timings" in got[-2]
+    assert not any("timings" in event for event in got[:-2])
