@@ -104,7 +104,7 @@ class EngineSettings(Section):
     itl_target_ms: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="longest step while tokens stream, milliseconds, kept by smaller chunks; 0: no limit; auto: 47, or "
-        "1.5 times a step without prompts and 0.04 more for each sequence, whichever is longer",
+        "1.4 times a step without prompts and 0.045 more for each sequence, whichever is longer",
     )
     chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")

@@ -24,9 +24,9 @@ def test_eight_streams_are_as_even_as_the_peers_and_faster(
     machine: str, p95_s: float, first_s: float, rate: float
 ) -> None:
     results = [loop(MACHINES[machine], worker(AUTO_TARGET), 8, seed) for seed in SEEDS]
-    assert all(quantile(result.gaps_s, 0.95) < p95_s for result in results)
+    assert all(quantile(result.gaps_s, 0.95) < 0.96 * p95_s for result in results)
     assert all(result.output_tokens / result.seconds > 1.3 * rate for result in results)
-    assert median(median(result.first_s) for result in results) <= first_s
+    assert median(median(result.first_s) for result in results) <= 1.05 * first_s
 
 
 @pytest.mark.parametrize("machine", MACHINES)
