@@ -237,11 +237,6 @@ class CompletionRequest(_Generation):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
-    def is_ready(self) -> bool:
-        """True when there is no text to tokenize and no grammar to compile."""
-        return self.structured_outputs is None and not any(isinstance(prompt, str) for prompt in self.prompt)
-
-    @property
     def wanted_logprobs(self) -> int:
         """Most likely tokens wanted beside each; -1: no log-probabilities."""
         return -1 if self.logprobs is None else self.logprobs

@@ -1,4 +1,4 @@
-"""Long bodies and prompts: refused without tokenizing where that is sure, and never on the event loop."""
+"""Long bodies and prompts: refused without tokenizing where that is sure, and beside the event loop otherwise."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from shared.contracts.errors import ContextExceeded, InvalidInput, SettingsError
+from shared.ingress.openai_schema import GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
-from shared.ingress.prompt_codec import SHORT_BODY_BYTES, PromptCodec
+from shared.ingress.prompt_codec import SHORT_BODY_BYTES, SHORT_TEXT_CHARS, PromptCodec
 from shared.text.tokenizer import Tokenizer
 from tests.tiny_tokenizer import tiny_tokenizer, tokenizer_json
 
@@ -80,6 +81,29 @@ async def test_a_long_body_is_parsed_beside_the_event_loop(codec: PromptCodec) -
 
     assert await thread_of(completion_body("short")) == threading.get_ident()
     assert await thread_of(completion_body("a" * SHORT_BODY_BYTES)) != threading.get_ident()
+
+
+async def test_only_short_plain_texts_are_tokenized_on_the_event_loop(
+    codec: PromptCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    encode_now = codec.encode_now
+
+    def seen(request: GenerationRequest) -> list[list[int]]:
+        threads.append(threading.get_ident())
+        return encode_now(request)
+
+    monkeypatch.setattr(codec, "encode_now", seen)
+    loop = threading.get_ident()
+    for body, here in (
+        (completion_body("a" * SHORT_TEXT_CHARS), True),
+        (completion_body("a" * (SHORT_TEXT_CHARS + 1)), False),
+        (json.dumps({"model": "m", "prompt": ["a" * 300, "b" * 300]}).encode(), False),
+        (json.dumps({"model": "m", "prompt": list(range(3, 100)) * 10}).encode(), True),
+        (json.dumps({"model": "m", "prompt": "a", "structured_outputs": {"regex": "a+"}}).encode(), False),
+    ):
+        await codec.encode(parse_completion(body))
+        assert (threads[-1] == loop) == here, body[:80]
 
 
 async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
