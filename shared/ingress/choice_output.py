@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -101,6 +102,12 @@ class ChoiceOutput:
             self._tokens.append(ScoredToken(token_id, self._before + start, logprob))
             self._scored += 1
 
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens in which thoughts, as far as they were taken, have a part; needs the text's ends."""
+        length = 0 if self._parser is None else self._parser.thought_chars
+        return min(bisect_left(self.text.ends, length) + 1, len(self.text.ends)) if length else 0
+
     def collect(self) -> bool:
         """Take over what text has become ready; True when there is some."""
         text = self.text.take()
@@ -162,6 +169,6 @@ def new_output(choice: int, plan: RequestPlan, tokenizer: Tokenizer) -> ChoiceOu
         plan.stops,
         keep_stop=plan.keep_stop,
         min_tokens=plan.sampling.min_tokens,
-        keep_ends=plan.sampling.logprobs >= 0,
+        keep_ends=plan.sampling.logprobs >= 0 or plan.form.thoughts is not None,
     )
     return ChoiceOutput(choice, text, echo=plan.echo is not None, form=plan.form)

@@ -16,6 +16,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    thought_tokens: int = 0
 
     def body(self) -> dict[str, Any]:
         """OpenAI's form."""
@@ -24,7 +25,7 @@ class Usage(msgspec.Struct, frozen=True):
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.thought_tokens},
         }
 
     def __add__(self, other: Usage) -> Usage:
@@ -32,6 +33,7 @@ class Usage(msgspec.Struct, frozen=True):
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            self.thought_tokens + other.thought_tokens,
         )
 
 

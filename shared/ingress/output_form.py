@@ -66,6 +66,11 @@ class OutputParser:
         thoughts, said = ("", "") if self._thinking is None else self._thinking.finish()
         return self._parsed(thoughts, said, ends=True)
 
+    @property
+    def thought_chars(self) -> int:
+        """Characters of the output that belong to thoughts."""
+        return 0 if self._thinking is None else self._thinking.length
+
     def reason(self, finish: str) -> str:
         """The finish reason of an output that ended with `finish`."""
         called = self._tools is not None and self._tools.num_calls > 0

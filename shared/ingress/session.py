@@ -167,7 +167,8 @@ class Session:
     def usage(self) -> Usage:
         """Token counts so far."""
         prompt = len(self.plan.prompt)
-        return Usage(prompt, self.stream.num_committed, min(self.stream.totals.cached_tokens, prompt))
+        thoughts = sum(output.thought_tokens for output in self._outputs)
+        return Usage(prompt, self.stream.num_committed, min(self.stream.totals.cached_tokens, prompt), thoughts)
 
     # ------------------------------------------------------------------------------------------ client side
 

@@ -22,10 +22,20 @@ class ThinkStream:
     def __init__(self, inside: bool = False) -> None:
         self._state = "opened" if inside else "begin"  # begin, opened, thoughts, closed, said
         self._held = ""
+        self._pushed = 0
+        self._length: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Characters of the output that belong to thoughts, their marks included."""
+        if self._length is not None:
+            return self._length
+        return self._pushed if self._state in ("opened", "thoughts") else 0
 
     def push(self, text: str) -> tuple[str, str]:
         """(thoughts, what is said) that this text completes."""
         thoughts, rest = "", self._held + text
+        self._pushed += len(text)
         self._held = ""
         if self._state == "begin":
             body = rest.lstrip(_SPACE)
@@ -58,6 +68,7 @@ class ThinkStream:
         at = text.find(END_THINK)
         if at >= 0:
             self._state = "closed"
+            self._length = self._pushed - len(text) + at + len(END_THINK)
             return text[:at].rstrip(_SPACE), text[at + len(END_THINK) :]
         kept = text[: len(text) - held_suffix(text, END_THINK)].rstrip(_SPACE)
         self._held = text[len(kept) :]

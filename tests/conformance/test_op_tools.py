@@ -201,7 +201,10 @@ async def test_op22_thoughts_and_calls_are_told_apart(monkeypatch: pytest.Monkey
         codec = stack.service.models.get(MODEL).codec
         form = type(codec.form)(codec.form.tools, True, codec.form.special)
         monkeypatch.setattr(codec, "form", form)
-        message = (await ask(stack, tools=[G]))["choices"][0]["message"]
+        answer = await ask(stack, tools=[G])
+        thoughts = len(TOKENIZER.encode(text.partition("\n\n")[0]))
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": thoughts}
+        message = answer["choices"][0]["message"]
         assert message["reasoning_content"] == "Is it warm? I call it."
         assert message["content"] is None
         assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_time"]
