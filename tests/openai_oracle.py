@@ -142,6 +142,12 @@ def _no_constant(literal: str) -> Any:
     raise AssertionError(f"{literal} is not JSON")
 
 
+async def hold_whole(response: httpx.Response) -> None:
+    """As `hold`, of a client that reads streams as they come: those are left to it."""
+    if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        await hold(response)
+
+
 async def hold(response: httpx.Response) -> None:
     """An event hook of a client whose transport has the whole answer at once."""
     await response.aread()
