@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.grammar.compiler import SLOW_S, GrammarCompiler
+from shared.grammar.source import schema_grammar
 from shared.ingress.openai_schema import ChatRequest, CompletionRequest, GenerationRequest
 from shared.ingress.structure import ModelForm, Structure, active_tools, structure_of
 from shared.text.chat_prompt import encode_chat
@@ -86,8 +87,18 @@ class PromptCodec:
             prompts = [self._encode_prompt(p) if isinstance(p, str) else list(p) for p in request.prompt]
         structure = self.structure(request, prompts[0])
         if structure.grammar:
-            self._get_compiler().require(structure.grammar, structure.field)
+            self._require(structure)
         return prompts
+
+    def _require(self, structure: Structure) -> None:
+        compiler = self._get_compiler()
+        try:
+            compiler.require(structure.grammar, structure.field)
+        except InvalidInput:
+            # one of several schemas may be the one at fault
+            for field, schema in structure.schemas.items():
+                compiler.require(schema_grammar(schema, field), field)
+            raise
 
     def structure(self, request: GenerationRequest, prompt: Sequence[int]) -> Structure:
         """The form and the grammar of a request's outputs. Raises InvalidInput as `structure_of`."""

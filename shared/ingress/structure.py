@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from shared.contracts.errors import InvalidInput
 from shared.grammar import source
@@ -30,16 +32,17 @@ class ModelForm:
 
     tools: ToolFormat | None = None
     thinks: bool = False
-    special: Mapping[str, int] = field(default_factory=dict)
+    special: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """`grammar`: "" for none; `field` names what asked for it."""
+    """`grammar`: "" for none; `field` names what asked for it, and `schemas` those in it by their own fields."""
 
     form: OutputForm = PLAIN
     grammar: str = ""
     field: str = ""
+    schemas: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 def structure_of(request: GenerationRequest, model: ModelForm, prompt_end: str) -> Structure:
@@ -60,8 +63,7 @@ def structure_of(request: GenerationRequest, model: ModelForm, prompt_end: str) 
     form = OutputForm(model.tools if tools else None, tuple(tool.function.name for tool in tools), most, thoughts)
     if tools and model.tools is None:
         raise InvalidInput("tools: this model calls none", param="tools")
-    grammar, where = _grammar(request, model, tools, thoughts)
-    return _checked(request, Structure(form, grammar, where))
+    return _checked(request, _structure(request, model, form, tools))
 
 
 def active_tools(request: ChatRequest) -> list[Tool]:
@@ -86,12 +88,10 @@ class _Asked:
     whole: str = ""
 
 
-def _grammar(
-    request: ChatRequest, model: ModelForm, tools: Sequence[Tool], thoughts: Thoughts | None
-) -> tuple[str, str]:
-    asked = _asked(request)
+def _structure(request: ChatRequest, model: ModelForm, form: OutputForm, tools: Sequence[Tool]) -> Structure:
+    asked, thoughts = _asked(request), form.thoughts
     if not tools or model.tools is None:
-        return _said_grammar(asked, thoughts), asked.field
+        return Structure(form, _said_grammar(asked, thoughts), asked.field)
     if asked.whole:
         raise InvalidInput(f"{asked.field}: a grammar cannot stand beside tools", param=asked.field)
     body = asked.body
@@ -99,7 +99,7 @@ def _grammar(
     parallel = request.parallel_tool_calls is not False
     strict = any(tool.function.strict for tool in tools)
     if not (forced or strict or body or not parallel):
-        return "", ""
+        return Structure(form)
     callable_tools = [
         CallableTool(
             tool.function.name,
@@ -116,7 +116,8 @@ def _grammar(
         said = "said" if body else ""
         calls, rules = free_calls(model.tools, callable_tools, parallel=parallel, special=model.special, said=said)
         rules += f"said: {body}\n" if body else ""
-    return source.lark_grammar(body_grammar(calls, thoughts) + rules, "tools"), "tools"
+    schemas = {tool.field: tool.schema for tool in callable_tools if tool.schema is not None}
+    return Structure(form, source.lark_grammar(body_grammar(calls, thoughts) + rules, "tools"), "tools", schemas)
 
 
 def _said_grammar(asked: _Asked, thoughts: Thoughts | None) -> str:
