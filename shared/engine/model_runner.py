@@ -89,7 +89,7 @@ class ModelRunner:
             raise Internal(str(exc)) from exc
         lost = self._resolve(batch, plan)
         # worked out while the model computes
-        masks = None if batch.top_only else self._begin_masks(plan, _tokens(batch), lost)
+        masks = None if batch.top_only else self._begin_masks(plan, batch, lost)
         logits = self._model.forward(batch, self._groups, self._pools)
         if batch.top_only:
             logprobs: Mapping[int, tuple[TokenLogprob, ...]] = {}
@@ -110,8 +110,10 @@ class ModelRunner:
         } | {plan.sequences[i].seq_id: () for i in bad}
         return StepOutput(plan.step, sampled, bad, time.perf_counter() - start, logprobs, stuck)
 
-    def _begin_masks(self, plan: StepPlan, tokens: list[list[int]], skip: frozenset[int]) -> Future[StepMasks] | None:
-        rows = constrained_rows(plan.sequences, tokens, skip)
+    def _begin_masks(self, plan: StepPlan, batch: ForwardBatch, skip: frozenset[int]) -> Future[StepMasks] | None:
+        if not any(row.sampling is not None and row.sampling.grammar for row in plan.sequences):
+            return None
+        rows = constrained_rows(plan.sequences, _tokens(batch), skip)
         if not rows:
             return None
         if self._masks is None:
