@@ -15,6 +15,8 @@ from services.batch.validation import MAX_ERRORS, Validator
 from shared.contracts.batch_messages import BatchError
 from shared.contracts.errors import Forbidden, UnknownModel
 from shared.ingress.openai_schema import GenerationRequest
+from shared.ingress.prompt_codec import PromptCodec
+from tests.tiny_tokenizer import tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
 KNOWN = ("tiny", "other", "secret")
@@ -200,3 +202,14 @@ def test_a_long_file_takes_seconds_and_holds_no_lines() -> None:
     assert peak < 8_000_000
     # a bound against accidents: under tracing it takes about 2 s here
     assert time.process_time() - started < 60
+
+
+def test_a_line_whose_output_cannot_be_had_is_named() -> None:
+    codec = PromptCodec(tiny_tokenizer(), 512)
+    found = Validator(CHAT, check_model, lambda r: len(codec.encode_now(r)[0]), max_lines=10, max_line_bytes=4096)
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    lines = [line("a"), line("b", body=chat(response_format=wanted)), line("c", body=chat(tool_choice="required"))]
+    _, errors = check(b"\n".join(lines), found)
+    codec.close()
+    param = "body.response_format.json_schema.schema"
+    assert errors == [(2, "invalid_value", param), (3, "invalid_value", "body.tool_choice")]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.contracts.errors import InvalidInput
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine import calibration
@@ -62,6 +63,12 @@ def start_together(workers: list[WorkerEngine]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_a_worker_without_grammars_refuses_them(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        make_worker(tmp_path, "decode-1", Machine()).require_grammar("{}")
+    assert refused.value.param == "response_format"
 
 
 def test_workers_that_start_together_are_timed_one_after_the_other(tmp_path: Path) -> None:
