@@ -271,3 +271,29 @@ async def test_a_body_that_does_not_come_is_refused_in_time(form: bytes) -> None
         assert b"request_timeout" in answer
         assert not stack.service.ingress.sessions
         writer.close()
+
+
+async def test_a_client_that_asks_before_it_sends_its_body_sends_none_with_a_wrong_key(url: str) -> None:
+    whole = request(completion(max_tokens=3), "/v1/completions")
+    expecting = whole.replace(b"Host: x\r\n", b"Host: x\r\nExpect: 100-continue\r\nConnection: close\r\n")
+    head, _, body = expecting.partition(b"\r\n\r\n")
+    reader, writer = await connect(url)
+    writer.write(head.replace(b"key-a", b"wrong") + b"\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401 ")
+    writer.close()
+    reader, writer = await connect(url)
+    writer.write(head + b"\r\n\r\n")
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await gone(reader)).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+async def test_http_1_0_is_answered_and_closed(url: str) -> None:
+    reader, writer = await connect(url)
+    whole = request(completion(max_tokens=3, stream=True), "/v1/completions").replace(b"HTTP/1.1", b"HTTP/1.0")
+    writer.write(whole)
+    answer = await gone(reader)
+    assert b" 200 " in answer.partition(b"\r\n")[0]
+    assert b"data: [DONE]" in answer
+    writer.close()

@@ -15,9 +15,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from services.gateway.edge import Edge, make_edge
+from services.gateway.edge import NO_EDGE, Edge, make_edge
 from services.gateway.guesses import GUESSES
 from shared.contracts.errors import SettingsError
+from shared.settings.sections import Settings
 from tests.pipeline.gateway_support import HEADERS, chat, gateway_stack, http_stack
 
 PAGE = "https://app.example.com"
@@ -84,6 +85,12 @@ def test_what_is_wrong_with_a_setting_is_told(given: tuple[str, str, str, str], 
     with pytest.raises(SettingsError) as caught:
         make_edge(*given)
     assert caught.value.param == param
+
+
+def test_nothing_is_open_unless_it_is_asked_for() -> None:
+    door = Settings().gateway
+    assert door.host == "127.0.0.1"
+    assert make_edge(door.tls_cert, door.tls_key, door.trusted_proxies, door.cors_origins) == NO_EDGE
 
 
 def test_files_that_are_no_certificate_and_its_key_are_told(pair: tuple[str, str], tmp_path: Path) -> None:
