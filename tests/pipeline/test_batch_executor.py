@@ -69,6 +69,20 @@ async def test_items_are_run_stored_and_billed_as_the_results_show(redis_server:
         assert not world.backend.submits
 
 
+async def test_an_item_of_several_choices_is_billed_for_all_of_them(redis_server: RedisServer) -> None:
+    async with executor_world(redis_server, backend()) as world, world.executor() as executor:
+        job = await world.job([chat_body("two", n=2, seed=3)])
+        await world.enqueue(job)
+        await executor.follow()
+        result = (await world.finished(job))[1]
+        await until(lambda: world.backend.settles and not executor.running)
+        body = json.loads(result.body)
+        assert [choice["index"] for choice in body["choices"]] == [0, 1]
+        assert body["usage"]["completion_tokens"] == result.completion_tokens == 10
+        assert world.billed() == {result.request_id: (body["usage"]["prompt_tokens"], 10)}
+        assert world.backend.admits[-1].choices == 2
+
+
 async def test_no_more_than_max_running_are_at_work_and_tenants_take_turns(redis_server: RedisServer) -> None:
     hold = asyncio.Event()
     async with executor_world(redis_server, backend(hold=hold)) as world:
