@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from shared.bus.bus import Delivery
+from shared.bus.memory_bus import MemoryBus
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import ProtocolError
@@ -47,6 +49,44 @@ async def test_local_and_handed_off_give_the_same_tokens(tmp_path: Path) -> None
         assert final.totals.checksum == completion_checksum(expected(PROMPT, 12))
         await c.driver.idle([c.decode_id, c.prefill_id])
         await c.check()
+
+
+async def test_several_choices_share_a_prompt_that_is_handed_off(tmp_path: Path) -> None:
+    async with cell(options(tmp_path)) as c:
+        finals: dict[int, StreamRecord] = {}
+
+        def note(delivery: Delivery) -> None:
+            finals.update({record.choice: record for record in delivery.message.records if record.finish})
+
+        bus = MemoryBus(c.broker, "watch")
+        await bus.subscribe(subjects.stream(INGRESS), m.StreamFrame, note)
+        c.driver.held.add(attempt().request_id)
+        message = m.Reserve(
+            attempt=attempt(),
+            term=Term(1),
+            ingress_id=INGRESS,
+            grant=signed_grant("req-a"),
+            token_ids=pack_tokens(PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            sampling=(SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),) * 3,
+            prefill_worker=c.prefill_id,
+        )
+        subject = subjects.decode(c.decode_id, "reserve")
+        reserved = await c.driver.bus.request(subject, message, m.Reserved | m.Refusal, timeout_s=10)
+        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved)
+        await until(lambda: len(finals) == 3, 30)
+        assert c.driver.output() == expected(PROMPT, 12)
+        full_blocks = (len(PROMPT) - 1) // 4 * 4
+        for choice, final in finals.items():
+            assert final.totals is not None
+            assert final.totals.checksum == completion_checksum(expected(PROMPT, 12))
+            # the first one's KV came from the other worker, the others begin behind its full blocks
+            received, computed = (len(PROMPT) - 1, 12) if choice == 0 else (0, 11 + len(PROMPT) - full_blocks)
+            assert (final.totals.received_tokens, final.totals.computed_tokens) == (received, computed)
+            assert final.totals.cached_tokens == 0
+        await c.driver.idle([c.decode_id, c.prefill_id])
+        await c.check()
+        await bus.close()
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 17])
