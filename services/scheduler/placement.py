@@ -47,7 +47,11 @@ class WorkerView:
 
     @property
     def has_slot(self) -> bool:
-        return self.max_sequences == 0 or self.running + self.waiting < self.max_sequences
+        return self.has_slots(1)
+
+    def has_slots(self, count: int) -> bool:
+        """True if it would take so many sequences more."""
+        return self.max_sequences == 0 or self.running + self.waiting + count <= self.max_sequences
 
     @property
     def room(self) -> tuple[int, ...]:
@@ -165,14 +169,16 @@ def handed_off_cost_s(prefill: WorkerView, decode: WorkerView, ask: Ask, cost: H
 
 
 def fits(view: WorkerView, ask: Ask) -> bool:
-    """True if the worker has a slot and blocks now."""
-    if not view.has_slot or view.worker in ask.excluded:
+    """True if the worker has slots for all choices, and blocks, now."""
+    if not view.has_slots(ask.choices) or view.worker in ask.excluded:
         return False
     return all(n <= room for n, room in zip(ask.blocks(view), view.room, strict=False))
 
 
 def could_ever(view: WorkerView, ask: Ask) -> bool:
-    """True if the worker would have the blocks when idle, to begin and to the end."""
+    """True if the worker would have slots and blocks when idle, to begin and to the end."""
+    if 0 < view.max_sequences < ask.choices:
+        return False
     needs = zip(ask.blocks(view), ask.most_blocks(view), view.total_blocks, strict=False)
     return all(max(begin, most) <= total for begin, most, total in needs)
 

@@ -143,6 +143,20 @@ def test_only_workers_with_room_are_candidates() -> None:
     assert choose(ask, [replace(DECODE, free_blocks=(14,), held_back=(3,))], COST) is not None
 
 
+def test_choices_need_a_slot_each() -> None:
+    four = Ask(num_tokens=60, choices=4)
+    busy = replace(DECODE, max_sequences=8, running=3, waiting=2)
+    assert choose(four, [busy], COST) is None
+    assert choose(four, [replace(busy, waiting=1)], COST) is not None
+    # what it never runs at once it is asked for all the same, to say so
+    assert choose(four, [replace(busy, max_sequences=3, running=0, waiting=0)], COST) is not None
+    assert choose(Ask(num_tokens=60, choices=9), [busy, replace(busy, worker=WorkerId("d2"), max_sequences=16)], COST)
+
+
+def test_prompts_that_are_scored_stay_where_they_are_computed() -> None:
+    assert path(Ask(num_tokens=600, scores_prompt=True), DECODE, PREFILL) == ("local", "prompt_logprobs")
+
+
 def test_what_can_never_fit_goes_to_a_worker_to_be_refused_there() -> None:
     assert choose(Ask(num_tokens=32 * 200), [replace(DECODE, free_blocks=(0,))], COST) is not None
 
