@@ -15,13 +15,13 @@ static const float MOST_QUERY = 32639.0f, MOST_WEIGHT = 32767.0f;
 
 /* Query rows as integers: words of four upper bytes of each row, words of their lower bytes of each row, and so on. */
 typedef struct {
-    int32_t *words;              /* [head_dim / 4][2][rows] */
-    float factors[MOST_ROWS];    /* of the products: scale of the row, and of scores */
-    int32_t offsets[MOST_ROWS];  /* what is added to the products, as keys are bytes less 128 */
+    int32_t *words;             /* [head_dim / 4][2][rows] */
+    float factors[MOST_ROWS];   /* of the products: scale of the row, and of scores */
+    int32_t offsets[MOST_ROWS]; /* what is added to the products, as keys are bytes less 128 */
 } integer_rows;
 
-/* Rows whose sums stand in registers beside one another, and registers a row, each for upper and for lower bytes: two,
- * so that a word of a row is fetched for twice the products, in all but what the loads take. */
+/* Rows whose sums stand in registers together, and registers a row of either kind: at least two, so that a word of a
+ * row, once fetched, is multiplied with several others. */
 enum { INTEGER_ROWS = LANE_REGISTERS >= 32 ? 7 : 2 };
 INLINE int integer_columns(const int rows) { return rows * 8 <= LANE_REGISTERS - 4 ? 4 : 2; }
 
@@ -92,7 +92,7 @@ enum { INTEGER_STRIDE = UPPER_AND_LOWER * WEIGHT_STRIDE };
 /* As NAME(weigh_run), of `groups` times four keys; sums are of upper bytes, then of lower ones. */
 INLINE void weigh_integers(const int rows, const int columns, const uint8_t *weights, const char *values,
                            const char *ahead, long groups, long head_dim, const lane_mask *masks,
-                           words16 upper[MOST_ROWS][4], words16 lower[MOST_ROWS][4]) {
+                           words16 upper[INTEGER_ROWS][4], words16 lower[INTEGER_ROWS][4]) {
     for (long g = 0; g < groups; g++, values += head_dim * WORD_BYTES, ahead += head_dim * WORD_BYTES) {
         words16 v[4];
 #pragma GCC unroll 4
@@ -141,9 +141,9 @@ INLINE softened soften_integers(const float *scores, long visible, long end, con
         const lanes weight = keep(mask, NAME(power_of_two)(sub(load_part(scores + i, mask), high), 0));
         const words16 whole = to_ints(mul(mul(weight, load_part(scales[i / LANES], mask)), inverse));
         total = add(total, weight);
+        const words16 low = add_words(and_words(add_words(whole, half), byte), below); /* signed, of the same bits */
         store_bytes((int8_t *)weights + i, every, shift_right(whole, 8));
-        /* the lower byte as a signed one of the same bits */
-        store_bytes((int8_t *)weights + WEIGHT_STRIDE + i, every, add_words(and_words(add_words(whole, half), byte), below));
+        store_bytes((int8_t *)weights + WEIGHT_STRIDE + i, every, low);
     }
     for (; i < end; i += LANES) {
         store_bytes((int8_t *)weights + i, every, zero_words());
