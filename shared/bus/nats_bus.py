@@ -311,11 +311,14 @@ class DirectClient(Client):
         if self._pending or self._status != Client.CONNECTED or not isinstance(transport, TcpTransport):
             return False
         writer = transport._io_writer
-        if writer is None or writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if writer is None:
+            return False
+        socket = writer.transport
+        if socket.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return False
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += len(payload)
-        writer.write(pub_cmd(subject, "", payload))
+        socket.write(pub_cmd(subject, "", payload))
         return True
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
