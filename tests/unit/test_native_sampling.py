@@ -229,6 +229,8 @@ def test_top_p_at_its_very_edge(sampler: NativeSampler) -> None:
 @pytest.mark.parametrize(("vocab", "top"), [(1, 1), (40, 0), (40, 5), (40, 90), (3000, 20), (3000, 2999)])
 def test_logprobs_are_those_of_the_reference(sampler: NativeSampler, vocab: int, top: int) -> None:
     for name, row in kinds(vocab).items():
+        if not row.max().isfinite():
+            continue
         logits = torch.stack([row, row.flip(0)])
         wanted = [(1, 0, top), (0, vocab - 1, 0), (0, vocab // 2, top)]
         right, told = tell_logprobs(logits, wanted), sampler.logprobs(Guarded.of(logits).tensor, wanted)

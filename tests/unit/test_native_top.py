@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -241,16 +243,20 @@ def check_draws(model: OneLayer, rows: list[RowSampling]) -> int:
     return int((~computed).sum())
 
 
+@cache
+def some_stand_out(team: Team, dtype: torch.dtype) -> OneLayer:
+    head = rand(0, 20011, HIDDEN) / HIDDEN**0.5
+    head[::50] *= 3
+    return OneLayer(team, dtype, head, 11)
+
+
 DRAWS = [(1.0, 1), (0.7, 5), (1.0, 50), (1.9, 50, 0.8), (1.0, 0, 1.0, 0.1), (0.5, 20, 0.95, 0.2), (0.0, 0)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", DRAWS, ids=str)
 def test_draws_that_look_at_few_logits_need_few(team: Team, dtype: torch.dtype, how: tuple[float, ...]) -> None:
-    head = rand(0, 20011, HIDDEN) / HIDDEN**0.5
-    head[::50] *= 3
-    model = OneLayer(team, dtype, head, 11)
-    rows = rows_of(11, how[0], int(how[1]), *how[2:])
+    model, rows = some_stand_out(team, dtype), rows_of(11, how[0], int(how[1]), *how[2:])
     assert check_draws(model, rows) > 11 * 20011 / 2
     assert model.model.rechecks.fallbacks == 0
 
