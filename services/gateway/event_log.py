@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from shared.contracts.errors import Conflict, InvalidInput
+from shared.contracts.errors import InvalidInput
 
 DATA = b"data: "
 FRAME_END = b"\n\n"
@@ -35,7 +35,10 @@ class Reach(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a client is: `index` events of `run`, in which the choices have come to `reached`."""
+    """Where a client is: `index` events of `run`, in which the choices have come to `reached`.
+
+    `reached` is empty where characters do not tell: in a stream of more than text.
+    """
 
     run: int
     index: int
@@ -99,7 +102,8 @@ class EventLog:
             if self.stream:
                 self._measure(event)
             self.events.append(event)
-            self._places.append(Place(self.run, len(self.events), tuple(self._reached)))
+            reached = tuple(self._reached) if self._plain else ()
+            self._places.append(Place(self.run, len(self.events), reached))
         self.complete |= last
         self._tell()
 
@@ -126,27 +130,6 @@ class EventLog:
         """Where a client is that has the first `index` events."""
         return self._places[index - 1] if index else Place(self.run, 0)
 
-    def is_behind(self, place: Place | None) -> bool:
-        """True while a client of this run has more than is here, and more may come."""
-        return place is not None and place.run == self.run and place.index > len(self.events) and not self.complete
-
-    def after(self, place: Place | None) -> tuple[int, Skip | None]:
-        """(index of the first event for a client at `place`, what to leave out from there on).
-
-        Raises Conflict when this log cannot tell where the client is.
-        """
-        if place is None or not place.index:
-            return 0, None
-        if place.run == self.run:
-            if place.index > len(self.events):
-                raise Conflict("Last-Event-ID lies behind the end of the stream", param="Last-Event-ID")
-            return place.index, None
-        return 0, Skip(place)
-
-    def skip_refused(self) -> bool:
-        """True if a client of another run cannot go on in this one: it holds more than text."""
-        return not self._plain
-
     # ------------------------------------------------------------------------------------------ inside
 
     def _tell(self) -> None:
@@ -154,7 +137,7 @@ class EventLog:
         self._news = asyncio.Event()
 
     def _measure(self, event: bytes) -> None:
-        found = _json_of(event)
+        found = json_of(event)
         if not isinstance(found, dict):
             self._plain &= event == DATA + b"[DONE]"
             return
@@ -164,41 +147,9 @@ class EventLog:
         for choice in found["choices"]:
             index = choice.get("index", 0)
             self._reached += [Reach()] * (index + 1 - len(self._reached))
-            reach, text = self._reached[index], _text(choice)
-            self._plain &= _is_plain(choice)
+            reach, text = self._reached[index], text_of(choice)
+            self._plain &= is_plain(choice)
             self._reached[index] = Reach(reach.chars + len(text), reach.finished or bool(choice.get("finish_reason")))
-
-
-class Skip:
-    """Takes from a log's events what a client has already, who had it from another run."""
-
-    def __init__(self, place: Place) -> None:
-        self._had = list(place.reached)
-
-    def apply(self, event: bytes) -> bytes | None:
-        """The event without what the client has; None when nothing is left."""
-        found = _json_of(event)
-        if not isinstance(found, dict) or not found.get("choices"):
-            return event  # usage and [DONE] come last: a client that had them would not ask
-        left = [choice for choice in found["choices"] if self._cut(choice)]
-        if not left:
-            return None
-        found["choices"] = left
-        return DATA + msgspec.json.encode(found)
-
-    def _cut(self, choice: dict[str, Any]) -> bool:
-        index = choice.get("index", 0)
-        had = self._had[index] if index < len(self._had) else None
-        if had is None:
-            return True
-        text = _text(choice)
-        rest = text[had.chars :]
-        self._had[index] = Reach(max(0, had.chars - len(text)), had.finished)
-        if "text" in choice:
-            choice["text"] = rest
-        elif "content" in choice.get("delta", {}):
-            choice["delta"] = {"content": rest}
-        return bool(rest) or bool(choice.get("finish_reason") and not had.finished)
 
 
 def make_parts(log: EventLog, first: int, more: Sequence[bytes] = (), *, last: bool = False) -> list[bytes]:
@@ -226,16 +177,19 @@ def _pieces(event: bytes) -> Sequence[bytes]:
     return [*(piece + _CUT for piece in cuts[:-1]), cuts[-1]]
 
 
-def _json_of(event: bytes) -> Any:
+def json_of(event: bytes) -> Any:
+    """The JSON object of an event; None for another one."""
     if not event.startswith(DATA + b"{"):
         return None
     return msgspec.json.decode(event[len(DATA) :])
 
 
-def _text(choice: dict[str, Any]) -> str:
+def text_of(choice: dict[str, Any]) -> str:
+    """The text of a chunk's choice."""
     return choice.get("text") or choice.get("delta", {}).get("content") or ""
 
 
-def _is_plain(choice: dict[str, Any]) -> bool:
+def is_plain(choice: dict[str, Any]) -> bool:
+    """True if a chunk's choice tells nothing but text and its end."""
     delta = choice.get("delta", {})
     return not choice.get("logprobs") and set(delta) <= _PLAIN_DELTA and not delta.get("refusal")

@@ -10,9 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.answers import SSE_HEADERS, error_response
 from services.gateway.chunks import error_frame
-from services.gateway.event_log import FRAME_END, EventLog, Place, Skip
+from services.gateway.event_log import FRAME_END, EventLog, Place
+from services.gateway.log_reader import LogReader
 from services.gateway.once import Entry
-from shared.contracts.errors import BatonError, Conflict, Internal
+from shared.contracts.errors import BatonError, Internal
 
 JSON_HEADERS = {"content-type": "application/json"}
 
@@ -67,18 +68,12 @@ class KeyedAnswer(Response):
         if not log.stream or log.status != 200:
             return await self._read_whole(log, send)
         await self._begin(200, SSE_HEADERS, send)
-        while log.is_behind(self._place):  # its owner wrote less of it than it sent
-            if log is not self._entry.log:
-                return False
-            await log.news()
-        index, skip = log.after(self._place)
+        reader = LogReader(log, self._place)
         while True:
-            if index < len(log.events):
-                body = self._frames(log, index, skip)
-                index = len(log.events)
-                self._place = log.place(index)
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b"".join(b"id: %s\n%s%s" % (str(at).encode(), event, FRAME_END) for at, event in reader.read())
+            self._place = reader.place
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
             elif log.complete:
                 if self._entry.error is not None:
                     raise self._entry.error
@@ -107,18 +102,6 @@ class KeyedAnswer(Response):
         self._begun = True
         raw = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**headers, **self._extra}.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
-
-    def _frames(self, log: EventLog, first: int, skip: Skip | None) -> bytes:
-        made = []
-        for number, event in enumerate(log.events[first:], first + 1):
-            left: bytes | None = event
-            if skip is not None:
-                left = skip.apply(event)
-                if log.skip_refused():
-                    raise Conflict("the stream was begun anew, and cannot be resumed: send it without Last-Event-ID")
-            if left is not None:
-                made.append(b"id: %s\n%s%s" % (str(log.place(number)).encode(), left, FRAME_END))
-        return b"".join(made)
 
 
 async def _disconnected(receive: Receive) -> None:

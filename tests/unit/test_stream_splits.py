@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.chunks import ChunkWriter
-from services.gateway.event_log import FRAME_END, EventLog, Place, make_parts, parse_place
+from services.gateway.event_log import FRAME_END, EventLog, Place, Reach, make_parts, parse_place
+from services.gateway.log_reader import LogReader
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Conflict, InvalidInput
 from shared.contracts.ids import Dispatch, Epoch, RequestId, WorkerId
@@ -177,30 +178,36 @@ def check_stream(data: st.DataObject) -> None:
 
 
 def check_resume(data: st.DataObject) -> None:
-    first, events, wanted = run(data)
-    # another run of the same request says the same in other pieces
-    second = Client(first.vocabulary, first.stops, first.num_choices, first.kind, first.usage)
-    for choice in range(first.num_choices):
-        for record in records_of(choice, len(first.vocabulary), data.draw(st.lists(st.integers(0, 99), max_size=5))):
-            second.record(record)
-            second.take()
-    logs = [log_of(1, first.frames + first.writer.end(Usage(1, 1))), log_of(2, second.end())]
-    at = data.draw(st.integers(0, len(logs[0].events)))
-    place = parse_place(str(logs[0].place(at)))
-    assert place == logs[0].place(at)
-    had = decoded(logs[0].events[:at])
-    for log in logs:
-        index, skip = log.after(place)
-        left = [event if skip is None else skip.apply(event) for event in log.events[index:]]
-        rest = decoded([event for event in left if event is not None])
-        whole = had + rest
-        if had and had[-1] == "[DONE]":
-            continue  # nobody asks for more
-        assert texts_of(whole, first.num_choices) == [text for text, _ in wanted]
-        finishes_of(whole, first.num_choices)
-        assert [sum(map(len, part)) > 0 for part in finishes_of(whole, first.num_choices)] == [True] * first.num_choices
-        assert whole[-1] == "[DONE]"
+    """A client drops again and again, in this run and in others of the same request, which cut the text otherwise."""
+    first, _, wanted = run(data)
+    logs = [log_of(1, first.frames + first.writer.end(Usage(1, 1)))]
+    for number in (2, 3):
+        other = Client(first.vocabulary, first.stops, first.num_choices, first.kind, first.usage)
+        for choice in range(first.num_choices):
+            cuts = data.draw(st.lists(st.integers(0, 99), max_size=5))
+            for record in records_of(choice, len(first.vocabulary), cuts):
+                other.record(record)
+                other.take()
+        logs.append(log_of(number, other.end()))
+    had: list[bytes] = []
+    place: Place | None = None
+    for log in (*data.draw(st.lists(st.sampled_from(logs), max_size=4)), logs[-1]):
+        reader = LogReader(log, place)
+        news = reader.read()
+        if log is not logs[-1] or place is None:
+            news = news[: data.draw(st.integers(0, len(news)))]
+        had += [event for _, event in news]
+        place = parse_place(str(news[-1][0])) if news else place
+        if had and had[-1] == b"data: [DONE]":
+            break  # nobody asks for more
+    else:
+        had += [event for _, event in LogReader(logs[-1], place).read()]
+    events = decoded(had)
     assert texts_of(events, first.num_choices) == [text for text, _ in wanted]
+    assert [len(part) for part in finishes_of(events, first.num_choices)] == [1] * first.num_choices
+    roles = [c["index"] for e in events[:-1] for c in e["choices"] if "role" in c.get("delta", ())]
+    assert roles == (list(range(first.num_choices)) if first.kind == "chat" else [])
+    assert events[-1] == "[DONE]"
 
 
 def decoded(events: list[bytes]) -> list[Any]:
@@ -258,14 +265,51 @@ def test_a_log_that_was_kept_in_parts_is_the_same_log() -> None:
     assert str(log.place(5)) == f"3-5-{3 + len(long)}f"
 
 
-def test_a_stream_of_more_than_text_cannot_go_on_in_another_run() -> None:
-    plain, tools = log_of(1, b'data: {"choices":[{"index":0,"text":"a"}]}\n\n'), EventLog(2)
-    tools.begin(200, stream=True)
-    tools.extend([b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}'], last=True)
-    assert not plain.skip_refused()
-    assert tools.skip_refused()
+TOOL = b'data: {"choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]}}]}'
+SAID = b'data: {"choices":[{"index":0,"delta":{"content":"%s"}}]}'
+
+
+def chat_log(number: int, *events: bytes) -> EventLog:
+    log = EventLog(number)
+    log.begin(200, stream=True)
+    log.extend(events)
+    return log
+
+
+def test_a_stream_of_more_than_text_goes_on_in_its_own_run_alone() -> None:
+    first, second = chat_log(1, SAID % b"a", TOOL, SAID % b"b"), chat_log(2, SAID % b"a", TOOL, SAID % b"b")
+    assert [event for _, event in LogReader(first, first.place(2)).read()] == [SAID % b"b"]
     with pytest.raises(Conflict):
-        plain.after(Place(1, 9))
+        LogReader(second, first.place(2)).read()
+    # nothing but text had come
+    assert [event for _, event in LogReader(second, first.place(1)).read()] == [TOOL, SAID % b"b"]
+    with pytest.raises(Conflict):
+        LogReader(chat_log(2, TOOL), first.place(1)).read()
+
+
+def test_a_client_ahead_of_its_own_run_waits_and_behind_its_end_is_refused() -> None:
+    log = chat_log(1, SAID % b"a")
+    reader = LogReader(log, Place(1, 2, (Reach(2),)))
+    assert reader.waits
+    assert reader.read() == []
+    log.extend([SAID % b"b", SAID % b"c"])
+    assert [event for _, event in reader.read()] == [SAID % b"c"]
+    ended = chat_log(1, SAID % b"a")
+    ended.extend([], last=True)
+    with pytest.raises(Conflict):
+        LogReader(ended, Place(1, 9, (Reach(9),))).read()
+
+
+def test_who_skips_stays_where_it_is_when_the_run_changes_again() -> None:
+    place = Place(1, 9, (Reach(5),))
+    short = LogReader(chat_log(2, SAID % b"abc"), place)
+    assert short.read() == []
+    assert short.place == Place(2, 1, (Reach(5),))
+    rest = LogReader(chat_log(3, SAID % b"abcd", SAID % b"efg"), short.place).read()
+    assert [(str(at), event) for at, event in rest] == [("3-2-7", SAID % b"fg")]
+    empty = LogReader(chat_log(2), place)
+    assert empty.read() == []
+    assert [event for _, event in LogReader(chat_log(3, SAID % b"abcdef"), empty.place).read()] == [SAID % b"f"]
 
 
 @pytest.mark.parametrize("text", ["", "1", "1-", "a-b", "1-2-", "1-2-3x", "-1-2", "1-2-3f-", "1" * 30 + "-1"])
