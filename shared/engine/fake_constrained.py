@@ -48,8 +48,9 @@ class FakeConstrained:
         if sequence.sampling is None or not sequence.sampling.grammar:
             return None
         last = self._last.get(sequence.seq_id, ())
-        tokens = (last[-1] if token == IN_FLIGHT and last else token for token in sequence.token_ids)
-        output = (*sequence.history, *tokens)[sequence.num_prompt_tokens :]
+        own = sequence.token_ids[max(0, sequence.num_prompt_tokens - sequence.start) :]
+        tokens = (last[-1] if token == IN_FLIGHT and last else token for token in own)
+        output = (*sequence.history[sequence.num_prompt_tokens :], *tokens)
         return ConstrainedRow(index, sequence.seq_id, sequence.sampling.grammar, (output,))
 
     def _draw(self, bits: NDArray[np.uint32], seed: int, position: int) -> int:

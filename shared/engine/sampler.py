@@ -32,7 +32,8 @@ def constrained_rows(
         params = sequence.sampling
         if params is None or not params.grammar or i in skip:
             continue
-        output = (*sequence.history, *tokens[i])[sequence.num_prompt_tokens :]
+        prompt = sequence.num_prompt_tokens
+        output = (*sequence.history[prompt:], *tokens[i][max(0, prompt - sequence.start) :])
         more = sequence.num_sampled - 1  # rows before the last
         outputs = tuple(output[: len(output) - more + j] for j in range(more + 1))
         found.append(ConstrainedRow(i, sequence.seq_id, params.grammar, outputs))
