@@ -37,7 +37,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.model_runner import ModelRunner
 from shared.engine.step_plan import ScheduledSequence, StepPlan
-from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.layout import INT8, LayerGroup, PoolLayout
 from shared.kv.pool import Pool, create_pool
 from shared.model.config import layer_groups
 from shared.model.decoder import load_decoder
@@ -159,9 +159,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     heads, dtype = Heads(*options.heads), getattr(torch, options.dtype)
     team = Team(open_library(cache_dir(os.environ) / "kernels"), threads)
     with ExitStack() as stack:
-        group = LayerGroup(
-            "full", tuple(range(heads.layers)), heads.kv_heads, heads.head_dim, BLOCK, options.dtype, LANES16
-        )
+        kept = options.kv or options.dtype
+        group = LayerGroup("full", tuple(range(heads.layers)), heads.kv_heads, heads.head_dim, BLOCK, kept, LANES16)
         attention = Attention(team, heads, dtype, _pool(group, max(map(_blocks, CELLS)), stack))
         steps = {cell.name: attention.step(cell) for cell in CELLS}
         steps |= {"read": _read(), "product": _product(team, dtype)}
@@ -177,20 +176,26 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "quant": options.quant,
         "threads": threads,
         "machine": this_machine().body(),
-        "figures": figures(series, keys, heads, dtype.itemsize),
+        "kv": kept,
+        "figures": figures(series, keys, heads, group.token_bytes),
         "samples": {name: [asdict(sample) for sample in one.samples] for name, one in series.items()},
     }
 
 
-def figures(series: dict[str, Series], keys: dict[str, int], heads: Heads, item_bytes: int) -> dict[str, Any]:
-    """Of every cell its milliseconds, what it reads and multiplies in a second, and what sharing gains. Pure."""
+def figures(series: dict[str, Series], keys: dict[str, int], heads: Heads, token_bytes: int) -> dict[str, Any]:
+    """Of every cell its milliseconds, what it reads and multiplies in a second, and what sharing gains. Pure.
+
+    Args:
+        keys: of a head that a layer reads, by cell.
+        token_bytes: of one token's keys and values in all layers.
+    """
     rows, inner, outer = PRODUCT
     read_gb_s = READ_BYTES / series["read"].step_s / 1e9
     product_gf_s = 2 * rows * inner * outer / series["product"].step_s / 1e9
     cells = []
     for cell in CELLS:
         one = series[cell.name]
-        size = 2 * keys[cell.name] * heads.layers * heads.kv_heads * heads.head_dim * item_bytes
+        size = keys[cell.name] * token_bytes
         flops = 4 * cell.pairs * heads.layers * heads.q_heads * heads.head_dim
         gb_s, gf_s = size / one.step_s / 1e9, flops / one.step_s / 1e9
         cells.append({
@@ -212,8 +217,9 @@ def text_of(report: dict[str, Any]) -> str:
     """The table. Pure."""
     found, heads, machine = report["figures"], report["heads"], report["machine"]
     shape = f"{heads['layers']} layers of {heads['q_heads']} heads over {heads['kv_heads']} of {heads['head_dim']}"
+    kept = f"{report['dtype']}, KV in {report['kv']}" if report["kv"] != report["dtype"] else report["dtype"]
     lines = [
-        f"attention, {shape}, {report['dtype']}, {report['threads']} threads; {machine['cpu']}, {machine['date']}",
+        f"attention, {shape}, {kept}, {report['threads']} threads; {machine['cpu']}, {machine['date']}",
         f"{'':28}{'ms':>9}{'GB/s':>8}{'of read':>9}{'GF/s':>8}{'of product':>12}  samples",
     ]
     for row in found["cells"]:
@@ -235,7 +241,8 @@ def text_of(report: dict[str, Any]) -> str:
 def _whole_steps(options: argparse.Namespace, threads: int, stack: ExitStack) -> dict[str, Callable[[], None]]:
     """Decode steps of a model, B32 after a prefix of its own and after a shared one."""
     model = load_decoder(options.model, options.dtype, "native", threads=threads, quant=options.quant)
-    (group,) = layer_groups(model.config, BLOCK, options.dtype, tile_layout=model.kernels.tile_layout)
+    kept = options.kv or options.dtype
+    (group,) = layer_groups(model.config, BLOCK, kept, tile_layout=model.kernels.tile_layout)
     cells = [cell for cell in CELLS if cell.context == PREFIX]
     runner = ModelRunner(model, _pool(group, max(map(_blocks, cells)), stack))
     greedy = SamplingParams(max_tokens=8, temperature=0.0)
@@ -259,12 +266,18 @@ def _blocks(cell: Cell) -> int:
 
 
 def _pool(group: LayerGroup, blocks: int, stack: ExitStack) -> Pool:
-    """A pool of random keys and values."""
+    """A pool of random keys and values; of integers, bytes that are read as such, scales among them."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-bench-", dir=base))
     pool = stack.enter_context(create_pool(Path(folder), WorkerId("bench"), PoolLayout((group,), (blocks,))))
-    view = pool.views()[0]
-    view[0].normal_(generator=torch.Generator().manual_seed(0))
+    generator, view = torch.Generator().manual_seed(0), pool.views()[0]
+    if group.dtype == INT8:
+        first = torch.randint(0, 256, (group.span_bytes,), dtype=torch.uint8, generator=generator)
+        first[group.tiles_bytes :].view(torch.float32).uniform_(1e-3, 1e-2, generator=generator)
+        for block in range(blocks):
+            pool.span(0, block)[:] = first.numpy().tobytes()
+        return pool
+    view[0].normal_(generator=generator)
     view[1:] = view[0]
     return pool
 
@@ -291,6 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes = "layers, query heads, KV heads, head size (default: Qwen2.5-0.5B's)"
     parser.add_argument("--heads", type=int, nargs=4, default=[24, 14, 2, 64], metavar="N", help=sizes)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
+    parser.add_argument("--kv", choices=(INT8,), help="what keys and values are kept in (default: as dtype says)")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure whole steps of this model, too")
     parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of its weights")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")

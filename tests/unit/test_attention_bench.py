@@ -33,7 +33,7 @@ def test_tables_share_whole_blocks_and_nothing_else() -> None:
 
 
 def test_what_is_read_and_multiplied() -> None:
-    found = figures(measured(), {cell.name: 1000 for cell in CELLS}, HEADS, 2)
+    found = figures(measured(), {cell.name: 1000 for cell in CELLS}, HEADS, 2 * 2 * 2 * 8 * 2)
     assert (found["read_gb_s"], found["product_gf_s"]) == (pytest.approx(1), pytest.approx(1))
     assert found["shared_attention"] == pytest.approx(2)
     assert "shared_step" not in found
@@ -45,14 +45,19 @@ def test_what_is_read_and_multiplied() -> None:
 
 
 def test_the_table_marks_a_busy_machine_and_names_whole_steps() -> None:
-    head: dict[str, Any] = {"heads": {"layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8}, "dtype": "bfloat16"}
+    head: dict[str, Any] = {
+        "heads": {"layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8},
+        "dtype": "bfloat16",
+        "kv": "int8",
+    }
     head |= {"threads": 2, "machine": {"cpu": "x", "date": "today"}, "model": "m", "quant": "int8"}
     found = measured() | {"step": series(0.9), "step, shared": series(0.6)}
     keys = {cell.name: 1000 for cell in CELLS}
-    text = text_of(head | {"figures": figures(found, keys, HEADS, 2)})
+    text = text_of(head | {"figures": figures(found, keys, HEADS, 2 * 2 * 2 * 8 * 2)})
     assert "BUSY" not in text
+    assert ", bfloat16, KV in int8, 2 threads" in text
     assert "quant int8: 900.0 and 600.0 ms, 1.50" in text
     found[f"decode B32 at {PREFIX}"] = series(1.0, 1.0)
-    lines = text_of(head | {"figures": figures(found, keys, HEADS, 2)}).splitlines()
+    lines = text_of(head | {"figures": figures(found, keys, HEADS, 2 * 2 * 2 * 8 * 2)}).splitlines()
     assert [line for line in lines if "BUSY" in line] == [line for line in lines if f"B32 at {PREFIX} " in line]
     assert "no measure of this machine" in lines[-1]
