@@ -457,10 +457,14 @@ class Batcher:
             self._fail(seq, fault)
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
-            self._lend(seq)
+            if self._followers:
+                self._lend(seq)
             first_seq, taken = seq.num_output_tokens, seq.append(sampled)
-            scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
-            self._report(seq, first_seq, taken, logprobs=logprobs[: len(taken)], scored=scored)
+            if logprobs:
+                scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
+                self._report(seq, first_seq, taken, logprobs=logprobs[: len(taken)], scored=scored)
+            else:
+                self._report(seq, first_seq, taken)
         if seq.finish or seq.leaving:
             self._let_go(seq)
 

@@ -46,10 +46,3 @@ class BlockTable:
         """The leading full blocks that hold [0, num_tokens), all of them shared."""
         count = num_tokens // self.block_size
         return BlockTable(self.block_size, self.block_ids[:count], self.generations[:count], num_shared=count)
-
-    def covering(self, num_tokens: int) -> tuple[int, ...]:
-        """Ids of the blocks that hold [0, num_tokens). Raises IndexError when the table is shorter."""
-        count = -(-num_tokens // self.block_size)
-        if count > len(self.block_ids):
-            raise IndexError(f"{num_tokens} tokens need {count} blocks, the table has {len(self.block_ids)}")
-        return self.block_ids[:count]
