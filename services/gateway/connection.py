@@ -11,7 +11,8 @@ import asyncio
 import json
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.errors import http_body
 from shared.contracts.ids import new_request_id
@@ -51,6 +52,7 @@ class Connection(HttpToolsProtocol):
     _untold_bytes = 0  # in it: it tells names and values only when they are whole
     _upgrading = False
     _refused = False
+    _answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -60,6 +62,10 @@ class Connection(HttpToolsProtocol):
         for timer in (self._head, self._unread):
             if timer is not None:
                 timer.cancel()
+        if self._answering is not None and not self._answering.response_complete:
+            # uvicorn tells the newest request, which may be one sent ahead
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -103,6 +109,10 @@ class Connection(HttpToolsProtocol):
         self._upgrading = self.parser.should_upgrade()
         if not self._upgrading:
             super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         if not self._upgrading:
@@ -158,13 +168,12 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         cycle = self.cycle
         running = cycle is not None and not cycle.response_complete
-        if running and not cycle.more_body:  # what is wrong came after it
-            cycle.keep_alive = False
-            self.pipeline.clear()
-            self.flow.pause_reading()
-            return
-        if running and cycle.response_started:
+        if self.pipeline or (running and cycle.more_body and cycle.response_started):
             self.transport.abort()
+            return
+        if running and not cycle.more_body:  # what is wrong came after it: its answer ends the connection
+            cycle.keep_alive = False
+            self.flow.pause_reading()
             return
         if running:
             cycle.disconnected = True

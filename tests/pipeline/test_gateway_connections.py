@@ -297,3 +297,16 @@ async def test_http_1_0_is_answered_and_closed(url: str) -> None:
     assert b" 200 " in answer.partition(b"\r\n")[0]
     assert b"data: [DONE]" in answer
     writer.close()
+
+
+async def test_rubbish_behind_requests_sent_ahead_ends_the_connection() -> None:
+    backend = Backend(MemoryBroker(), hold=asyncio.Event())
+    async with http_stack(backend) as (stack, url):
+        for _ in range(3):
+            reader, writer = await connect(url)
+            writer.write(request(chat(stream=True)) + HEALTH + b"\x00 rubbish\r\n\r\n")
+            await gone(reader)
+            writer.close()
+        async with asyncio.timeout(30):
+            while stack.service.ingress.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
