@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
+from services.gateway import keyed_run, once
 from services.gateway.app import Door, build_app
 from services.gateway.server import bind, serve
 from services.gateway.service import GatewayService
@@ -39,6 +41,8 @@ from shared.telemetry.setup import Telemetry
 from tests.pipeline.gateway_support import CONTEXT, KEYS, MODEL, TOKENIZER, Backend
 
 LIMIT_S = 30.0
+HURRIED = ((keyed_run, "KEEP_S", 0.05), (keyed_run, "LATE_PAUSE_S", 0.1), (once, "POLL_S", 0.05))
+"""Pauses of production that no test needs to wait for."""
 
 
 async def until(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> None:
@@ -144,6 +148,8 @@ async def keyed_world(redis: RedisStore, count: int = 2, **options: Any) -> Asyn
     backend = SharedBackend(broker, ingress=ids[0], ingresses=ids, **options)
     await desk.start()
     async with backend.run(), AsyncExitStack() as stack:
+        for module, name, pause_s in HURRIED:
+            stack.enter_context(patch.object(module, name, pause_s))
         stack.push_async_callback(policy_bus.close)
         stack.push_async_callback(desk.stop)
         gateways = [

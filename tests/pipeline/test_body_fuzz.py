@@ -106,7 +106,7 @@ def check_frames(content: bytes, raw: bytes) -> None:
     assert ended == set(range(len(ended)))
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_no_body_is_a_fault_of_ours(client: httpx.Client, data: st.DataObject) -> None:
     check(client, data)

@@ -35,7 +35,7 @@ async def running(stack: Stack) -> None:
 
 
 async def test_a_stream_says_something_before_its_first_token_and_between_them() -> None:
-    async with http_stack(slow(0.6), keep_alive_s=0.1) as (_, url):
+    async with http_stack(slow(0.3), keep_alive_s=0.05) as (_, url):
         response = await post(url)
         assert response.status_code == 200
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -49,7 +49,7 @@ async def test_a_stream_says_something_before_its_first_token_and_between_them()
 
 
 async def test_the_official_client_hears_none_of_it() -> None:
-    async with http_stack(slow(0.4), keep_alive_s=0.1) as (_, url):
+    async with http_stack(slow(0.2), keep_alive_s=0.05) as (_, url):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="key-a", max_retries=0) as ai:
             stream = await ai.completions.create(model=MODEL, prompt="hi", stream=True)
             chunks = [chunk async for chunk in stream]
@@ -98,5 +98,5 @@ async def test_the_official_client_raises_what_came_behind_a_comment() -> None:
 
 
 async def test_zero_switches_them_off() -> None:
-    async with http_stack(slow(0.5), keep_alive_s=0) as (_, url):
+    async with http_stack(slow(0.1), keep_alive_s=0) as (_, url):
         assert COMMENT not in (await post(url)).content

@@ -18,7 +18,7 @@ from tests.servers import RedisServer
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "hi", "temperature": 0, "stream": True}
 TEXT = default_output("hi")
 GATEWAYS, CLIENTS, KEYS = 3, 6, 2
-SILENCE_S = 2.0
+SILENCE_S = 1.0
 """A gateway that died says nothing; here its connections stay, as its process does."""
 LIMIT_S = 60.0
 
@@ -100,7 +100,7 @@ async def mixture(server: RedisServer, seed: int) -> None:
         assert len({settle.attempt.request_id for settle in world.backend.settles}) <= KEYS
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [20])
 async def test_drops_and_deaths_lose_and_repeat_nothing(redis_server: RedisServer, seed: int) -> None:
     await mixture(redis_server, seed)
 
@@ -108,5 +108,5 @@ async def test_drops_and_deaths_lose_and_repeat_nothing(redis_server: RedisServe
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_many_drops_and_deaths(redis_server: RedisServer) -> None:
-    for seed in range(2, 40):
+    for seed in range(40):
         await mixture(redis_server, seed)

@@ -221,13 +221,13 @@ def log_of(run_number: int, body: bytes) -> EventLog:
     return log
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_frames_hold_the_text_whatever_the_split(data: st.DataObject) -> None:
     check_stream(data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_client_can_go_on_from_any_event_in_this_run_or_another(data: st.DataObject) -> None:
     check_resume(data)
