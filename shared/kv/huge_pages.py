@@ -13,7 +13,7 @@ import mmap
 import time
 
 HUGE_PAGE = 2 << 20
-LONGEST_S = 3.0
+LONGEST_S = 2.0
 """No more is asked for after this long: a machine whose free memory lies in small pieces has to move others first."""
 _MADV_COLLAPSE = 25
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -21,7 +21,8 @@ _AT_ONCE = 8 * HUGE_PAGE
 
 
 class HugeMapping:
-    """`size` bytes of a file, shared and writable, from an address that is a multiple of a huge page.
+    """`size` bytes of a file, shared and writable, from an address that is a multiple of a huge page where the system
+    lets addresses be set aside.
 
     Raises:
         OSError: the file cannot be mapped.
@@ -29,12 +30,14 @@ class HugeMapping:
 
     def __init__(self, fd: int, size: int) -> None:
         self._size = size
-        # owns the file's mapping, which takes the place of its middle
-        self._map = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        aside = _set_aside(size + HUGE_PAGE)
+        # what is set aside owns the file's mapping, which takes the place of its middle
+        self._map = aside if aside is not None else mmap.mmap(fd, size)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._first = -start % HUGE_PAGE
+        self._first = -start % HUGE_PAGE if aside is not None else 0
         self._address = start + self._first
-        _map_over(self._address, size, fd)
+        if aside is not None:
+            _map_over(self._address, size, fd)
 
     def view(self) -> memoryview:
         """The file's bytes. The mapping lives as long as anybody holds one of these."""
@@ -63,6 +66,14 @@ class HugeMapping:
         """Unmap, unless views handed out still need the memory: then it goes with the last of them."""
         with contextlib.suppress(BufferError):
             self._map.close()
+
+
+def _set_aside(size: int) -> mmap.mmap | None:
+    """Addresses that nothing lies at; None where the system counts them as memory and has not as much."""
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError:
+        return None
 
 
 def _libc() -> ctypes.CDLL:

@@ -198,6 +198,15 @@ def test_a_kernel_that_refuses_huge_pages_changes_nothing(tmp_path: Path, monkey
         pool.views()[0].fill_(1.0)
 
 
+def test_a_system_that_sets_no_addresses_aside_maps_the_pool_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_set_aside", lambda size: None)
+    with make(tmp_path) as pool:
+        pool.views()[0][2] = 1.5
+        assert torch.frombuffer(pool.span(0, 2), dtype=torch.float32).eq(1.5).all()
+
+
 def test_a_machine_that_takes_long_is_asked_for_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(huge_pages, "_advise", lambda address, size, advice: asked.append(size))
