@@ -20,6 +20,8 @@ MAX_BYTES = 64 * 1024
 """Of a grammar: it travels with the request, once a choice."""
 MAX_DEPTH = 64
 """Of a schema; the library's own limit lies a little above, and depends on the parts of it."""
+MAX_INTEGER = 2**53
+"""The library's numbers are doubles: a larger constant would be written rounded."""
 MAX_CHOICES = 1000
 OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"( |\n {0,24})?"}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -97,7 +99,10 @@ def _grammars(grammars: list[dict[str, Any]], field: str) -> str:
 
 
 def _check(value: Any, field: str) -> None:
-    """No options in a schema, and no more than `MAX_DEPTH` levels. Without recursion, as the depth is a stranger's."""
+    """No options in a schema, no integer that gets lost, and no more than `MAX_DEPTH` levels.
+
+    Without recursion, as the depth is a stranger's.
+    """
     level = [value]
     for _ in range(MAX_DEPTH):
         following: list[Any] = []
@@ -108,6 +113,8 @@ def _check(value: Any, field: str) -> None:
                 following.extend(item.values())
             elif isinstance(item, list):
                 following.extend(item)
+            elif isinstance(item, int) and abs(item) > MAX_INTEGER:
+                raise InvalidInput(f"{field}: an integer has at most 53 bits", param=field)
         if not following:
             return
         level = following

@@ -209,8 +209,10 @@ def _deep(levels: int) -> dict[str, object]:
         {"properties": {"a": {"x-guidance": {"coerce_one_of": True}}}},
         {"enum": ["x" * 70_000]},
         _deep(100),
+        {"const": 2**53 + 1},
+        {"enum": [1, -(2**60)]},
     ],
-    ids=["options", "options inside", "large", "deep"],
+    ids=["options", "options inside", "large", "deep", "large constant", "large choice"],
 )
 def test_options_size_and_depth_are_refused_before_anything_is_compiled(schema: dict[str, object]) -> None:
     with pytest.raises(InvalidInput) as refused:
