@@ -59,14 +59,15 @@ def text_of(body: dict[str, Any]) -> str:
     return "".join(choice["text"] for choice in body["choices"])
 
 
-async def test_op07_neighbours_do_not_move_a_seeded_request(stack: Stack) -> None:
-    wanted = {"prompt": "seeded", "seed": 7, "temperature": 0.9, "max_tokens": 16}
-    alone = [text_of(await answer(stack, **wanted)) for _ in range(3)]
+@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.long)])
+async def test_op07_neighbours_do_not_move_a_seeded_request(stack: Stack, times: int) -> None:
+    wanted = {"prompt": "seeded", "seed": 7, "temperature": 0.9, "max_tokens": 32}
+    alone = [text_of(await answer(stack, **wanted)) for _ in range(times)]
     beside: list[str] = []
     for seeded in (False, True):
-        for _ in range(3):
+        for _ in range(times):
             others = [
-                answer(stack, prompt="other", temperature=0.9, max_tokens=16, **({"seed": i} if seeded else {}))
+                answer(stack, prompt="other", temperature=0.9, max_tokens=32, **({"seed": i} if seeded else {}))
                 for i in range(8)
             ]
             mine, *neighbours = await asyncio.gather(answer(stack, **wanted), *others)
@@ -77,12 +78,16 @@ async def test_op07_neighbours_do_not_move_a_seeded_request(stack: Stack) -> Non
     await canary(stack)
 
 
-async def test_op08_greedy_in_a_crowd_equals_greedy_alone(stack: Stack) -> None:
-    asked = [{"prompt": f"greedy {i}", "temperature": 0, "max_tokens": 8, "logprobs": 2} for i in range(6)]
+@pytest.mark.parametrize(
+    ("prompts", "others", "rounds"), [(6, 20, 1), pytest.param(20, 180, 3, marks=pytest.mark.long)]
+)
+async def test_op08_greedy_in_a_crowd_equals_greedy_alone(stack: Stack, prompts: int, others: int, rounds: int) -> None:
+    asked = [{"prompt": f"greedy {i}", "temperature": 0, "max_tokens": 8, "logprobs": 2} for i in range(prompts)]
     alone = [(await answer(stack, **one))["choices"] for one in asked]
-    crowd = [answer(stack, prompt=f"crowd {i}", seed=i, max_tokens=12) for i in range(20)]
-    together = await asyncio.gather(*(answer(stack, **one) for one in asked), *crowd)
-    assert [body["choices"] for body in together[: len(asked)]] == alone
+    for _ in range(rounds):
+        crowd = [answer(stack, prompt=f"crowd {i}", seed=i, max_tokens=12) for i in range(others)]
+        together = await asyncio.gather(*(answer(stack, **one) for one in asked), *crowd)
+        assert [body["choices"] for body in together[:prompts]] == alone
     await canary(stack)
 
 
@@ -170,6 +175,27 @@ async def test_op13_several_choices(stack: Stack) -> None:
             await refused(stack, "completions", completion(n=n), "n")
         crowd = await asyncio.gather(*(answer(stack, **asked) for _ in range(8)))
     assert [body["choices"] for body in crowd] == [whole["choices"]] * 8
+    await canary(stack)
+
+
+@pytest.mark.long
+async def test_op13_several_choices_fifty_times_at_load_sixteen(stack: Stack) -> None:
+    slots = asyncio.Semaphore(16)
+
+    async def one(number: int) -> None:
+        asked = {"prompt": f"prompt {number % 5}", "n": 4, "temperature": 1, "max_tokens": 16}
+        async with slots:
+            if number % 2:
+                got = frames(await send(stack, "completions", completion(**asked, stream=True)))
+                ended = [c["index"] for event in got[:-1] for c in event["choices"] if c["finish_reason"]]
+                assert sorted(ended) == [0, 1, 2, 3]
+            else:
+                body = await answer(stack, **asked)
+                assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+                assert body["usage"]["prompt_tokens"] == len(TOKENIZER.encode_prompt(asked["prompt"]))
+
+    await asyncio.gather(*(one(number) for number in range(50)))
+    await stack.settled(50)
     await canary(stack)
 
 
