@@ -17,9 +17,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 from opentelemetry.trace import Tracer, get_tracer
@@ -221,7 +222,7 @@ class WorkerShell:
     async def _beat_loop(self) -> None:
         refresh: asyncio.Task[None] | None = None
         while True:
-            with _guarded("beat"):
+            with _Guarded("beat"):
                 self.publisher.send(subjects.worker_beat(self.worker), self.beat())
             await asyncio.sleep(BEAT_ON_CHANGE_S)
             # Not wait_for: in Python 3.11 it loses a cancellation that comes with the event.
@@ -240,7 +241,7 @@ class WorkerShell:
         while True:
             await asyncio.sleep(TICK_S)
             now = self.clock()
-            with _guarded("tick"):
+            with _Guarded("tick"):
                 self._role.tick(now)
             if now >= look_at:
                 look_at = now + BEAT_S
@@ -255,7 +256,7 @@ class WorkerShell:
                 peer = self.peers.get(worker)
                 if peer is None or peer.beat.boot_id != self._boot or not peer.beat.kv_pool:
                     continue
-                with _guarded("probe"):
+                with _Guarded("probe"):
                     if not owner_lives(self.core.options.kv_dir, peer.beat.kv_pool):
                         log.warning("worker %s is gone: its pool file has no owner", worker)
                         self._role.peer_died(worker)
@@ -299,13 +300,20 @@ class WorkerShell:
         )
 
 
-@contextlib.contextmanager
-def _guarded(what: str) -> Iterator[None]:
+class _Guarded:
     """A fault in one turn of a loop must not end the loop: the worker would fall silent."""
-    try:
-        yield
-    except Exception:
-        log.exception("%s failed", what)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        log.error("%s failed", self._what, exc_info=error)
+        return True
 
 
 def _log_fault(future: Future[object]) -> None:
