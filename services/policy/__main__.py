@@ -29,11 +29,12 @@ from shared.store.secrets import secret_path
 
 log = logging.getLogger("baton.policy")
 
-MASTER_KEY_VARIABLE = "BATON_MASTER_KEY_FILE"
-LOOK_S = 1.0
 GRANT_KEY_VARIABLE = "BATON_GRANT_KEY_FILE"
+MASTER_KEY_VARIABLE = "BATON_MASTER_KEY_FILE"
 BOOTSTRAP_VARIABLE = "BATON_BOOTSTRAP_FILE"
 REDIS_PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD_FILE"
+LOOK_S = 1.0
+"""Ingresses are looked at so often."""
 
 
 async def main(runtime: Runtime) -> None:
@@ -52,7 +53,7 @@ async def main(runtime: Runtime) -> None:
     await service.start()
     runtime.stack.push_async_callback(service.stop)
     sealer = Sealer(runtime.secret(MASTER_KEY_VARIABLE))
-    kept = IdempotencyRecords(redis, sealer, int(settings.policy.idempotency_ttl_s))
+    kept = IdempotencyRecords(redis, sealer, settings.policy.idempotency_ttl_s)
     once = IdempotencyDesk(runtime.bus, records, kept, watch)
     await once.start()
     runtime.stack.push_async_callback(once.stop)
