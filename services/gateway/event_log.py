@@ -142,7 +142,7 @@ class EventLog:
             self._plain &= event == DATA + b"[DONE]"
             return
         if not isinstance(found.get("choices"), list):
-            self._plain = False
+            self._plain &= "error" in found
             return
         for choice in found["choices"]:
             index = choice.get("index", 0)

@@ -287,6 +287,12 @@ def test_a_stream_of_more_than_text_goes_on_in_its_own_run_alone() -> None:
         LogReader(chat_log(2, TOOL), first.place(1)).read()
 
 
+def test_behind_an_error_the_next_run_goes_on() -> None:
+    failed = chat_log(1, SAID % b"ab", b'data: {"error":{"message":"gone"}}')
+    ((_, event),) = LogReader(chat_log(2, SAID % b"abc"), failed.place(2)).read()
+    assert event == SAID % b"c"
+
+
 def test_a_client_ahead_of_its_own_run_waits_and_behind_its_end_is_refused() -> None:
     log = chat_log(1, SAID % b"a")
     reader = LogReader(log, Place(1, 2, (Reach(2),)))
