@@ -136,7 +136,7 @@ TOKENS = [
 FRAGMENTS = st.sampled_from([*MARKERS, *TOKENS])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     form=st.sampled_from(sorted(FORMATS)),
     fragments=st.lists(FRAGMENTS, max_size=14),
@@ -155,7 +155,7 @@ def test_any_text_is_read_alike_however_it_is_split(form: str, fragments: Sequen
         assert "".join(piece.text for piece in whole[0] if isinstance(piece, Content)) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     arguments=st.dictionaries(
         st.text(max_size=5),
