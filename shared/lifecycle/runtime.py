@@ -15,6 +15,7 @@ Leaving `main` unwinds the stack in reverse: what was entered last stops first, 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -73,6 +74,10 @@ class Runtime:
         """
         if self.stop.is_set():
             return
+        # what was loaded to start with stays: looking through it for garbage, now and then, would stop the process for
+        # some ten milliseconds
+        gc.collect()
+        gc.freeze()
         log.info("ready%s", "".join(f" {name}={value}" for name, value in facts.items()))
         report_ready(self.env, metrics_url=self.metrics_url, **facts)
         self._reported = True

@@ -165,3 +165,14 @@ def test_a_failure_is_told_beside_the_report_of_who_is_ready(service: Service) -
     assert told is not None
     assert told["pid"] == process.pid
     assert told["error"].startswith("BATON_X_FILE is not set")
+
+
+def test_what_was_there_at_the_start_is_not_looked_through_for_garbage(service: Service) -> None:
+    body = "import gc; runtime.ready(frozen=gc.get_freeze_count()); runtime.ready(frozen=gc.get_freeze_count())"
+    process = service.start(f"{body}; await runtime.stop.wait()")
+    deadline = time.monotonic() + 30
+    while not (read_ready(service.ready) or {}).get("frozen"):  # the second call tells what the first one did
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 0
