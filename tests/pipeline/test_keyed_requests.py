@@ -211,6 +211,25 @@ async def test_several_prompts_and_choices_are_one_answer(redis: RedisStore) -> 
         assert answers[1].headers["x-request-id"] in requests
 
 
+async def test_a_stream_that_failed_goes_on_when_it_is_resumed(redis: RedisStore) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold) as world:
+        first, second = world.gateways
+        asked = asyncio.create_task(first.post("completions", STREAM, "k"))
+        await world.backend.sent()
+        for session in first.service.ingress.sessions.values():
+            session.fail(Unavailable("gone", code="worker_lost"))
+        *had, (last, error) = events(await asked)
+        assert error["error"]["code"] == "worker_lost"
+        assert text_of(had)
+        hold.set()
+        rest = events(await second.post("completions", STREAM, "k", **{"last-event-id": last}))
+        assert text_of(had) + text_of(rest) == TEXT
+        one, two = await world.settled(2)
+        assert (one.attempt.request_id, one.finish) == (two.attempt.request_id, "error")
+        assert two.attempt.epoch > one.attempt.epoch
+
+
 async def test_without_policy_a_new_key_is_503_and_a_running_stream_ends_well(redis: RedisStore) -> None:
     hold = asyncio.Event()
     async with keyed_world(redis, 1, hold=hold) as world:
