@@ -226,7 +226,7 @@ async def test_op22_forced_calls_by_a_random_model(stack: Stack) -> None:
             ("required", {"get_weather", "get_time"}),
             ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
         ):
-            asked = [fields | {"tool_choice": choice, "seed": seed} for seed in (3,)]
+            asked = [fields | {"tool_choice": choice, "seed": 3}]
             answers = await asyncio.gather(*(ask(stack, **more) for more in asked))
             streams = await asyncio.gather(*(send(stack, CHAT, chat(stream=True, **more)) for more in asked))
             for answer, stream in zip(answers, streams, strict=True):
