@@ -56,7 +56,7 @@ def structure_of(request: GenerationRequest, model: ModelForm, prompt_end: str) 
     """
     if not isinstance(request, ChatRequest):
         asked = _asked(request)
-        return _checked(request, Structure(PLAIN, _said_grammar(asked, None), asked.field))
+        return _checked(request, Structure(PLAIN, _said_grammar(asked, None, model.special), asked.field))
     thoughts = Thoughts(prompt_end.rstrip().endswith(THINK)) if model.thinks else None
     tools = active_tools(request)
     most = 1 if tools and request.parallel_tool_calls is False else 0
@@ -91,7 +91,7 @@ class _Asked:
 def _structure(request: ChatRequest, model: ModelForm, form: OutputForm, tools: Sequence[Tool]) -> Structure:
     asked, thoughts = _asked(request), form.thoughts
     if not tools or model.tools is None:
-        return Structure(form, _said_grammar(asked, thoughts), asked.field)
+        return Structure(form, _said_grammar(asked, thoughts, model.special), asked.field)
     if asked.whole:
         raise InvalidInput(f"{asked.field}: a grammar cannot stand beside tools", param=asked.field)
     body = asked.body
@@ -117,16 +117,18 @@ def _structure(request: ChatRequest, model: ModelForm, form: OutputForm, tools: 
         calls, rules = free_calls(model.tools, callable_tools, parallel=parallel, special=model.special, said=said)
         rules += f"said: {body}\n" if body else ""
     schemas = {tool.field: tool.schema for tool in callable_tools if tool.schema is not None}
-    return Structure(form, source.lark_grammar(body_grammar(calls, thoughts) + rules, "tools"), "tools", schemas)
+    return Structure(
+        form, source.lark_grammar(body_grammar(calls, thoughts, model.special) + rules, "tools"), "tools", schemas
+    )
 
 
-def _said_grammar(asked: _Asked, thoughts: Thoughts | None) -> str:
+def _said_grammar(asked: _Asked, thoughts: Thoughts | None, special: Mapping[str, int]) -> str:
     """The grammar of an output without calls; "" for none."""
     if asked.whole:
         if thoughts is not None:
             raise InvalidInput(f"{asked.field}: this model thinks first, which the grammar forbids", param=asked.field)
         return source.lark_grammar(asked.whole, asked.field)
-    return source.lark_grammar(body_grammar(asked.body, thoughts), asked.field) if asked.body else ""
+    return source.lark_grammar(body_grammar(asked.body, thoughts, special), asked.field) if asked.body else ""
 
 
 def _asked(request: GenerationRequest) -> _Asked:

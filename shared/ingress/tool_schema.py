@@ -29,6 +29,8 @@ class Strict(BaseModel):
 def _schema(value: Any) -> Any:
     if value is not None and not isinstance(value, dict):
         raise ValueError("must be a JSON schema, an object")
+    if value is not None and value.get("type", "object") != "object":
+        raise ValueError("must describe an object: its type must be object")
     return value
 
 

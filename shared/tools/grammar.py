@@ -41,14 +41,16 @@ class Thoughts:
     inside: bool = False
 
 
-def body_grammar(body: str, thoughts: Thoughts | None) -> str:
-    """A Lark rule or expression as a whole grammar, thoughts before it."""
+def body_grammar(body: str, thoughts: Thoughts | None, special: Mapping[str, int]) -> str:
+    """A Lark expression as a whole grammar, thoughts before it; `special` as of `forced_calls`."""
     if thoughts is None:
         return f"start: {body}\n"
-    rules = f"thoughts[lazy]: {_ANY} {literal(END_THINK)}\ngap: /[ \\n]{{1,3}}/\n"
+    # a lazy lexeme ends with the first mark; a token cannot stand in one, nor in the text before it
+    lazy = "" if END_THINK in special else "[lazy]"
+    rules = f"thoughts{lazy}: {_ANY} {_marker(END_THINK, special)}\ngap: /[ \\n]{{1,3}}/\n"
     if thoughts.inside:
         return f"start: thoughts gap? {body}\n{rules}"
-    return f"start: (open thoughts gap?)? {body}\nopen: {literal(THINK)}\n{rules}"
+    return f"start: (open thoughts gap?)? {body}\nopen: {_marker(THINK, special)}\n{rules}"
 
 
 def forced_calls(

@@ -20,7 +20,7 @@ from shared.tools.tool_stream import CallArguments, CallStart
 from tests.tiny_tokenizer import SPECIALS, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-MARKED = tiny_tokenizer(specials=(*SPECIALS, "[TOOL_CALLS]", "<tool_call>", "</tool_call>"))
+MARKED = tiny_tokenizer(specials=(*SPECIALS, "[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<think>", "</think>"))
 USER = {"role": "user", "content": "hi"}
 
 
@@ -137,16 +137,20 @@ def test_references_inside_a_tools_schema_hold() -> None:
     assert not lets(structure, written(HERMES, ("f", {"a": 2})))
 
 
-def test_thoughts_may_come_before_what_is_asked_for() -> None:
-    model = form_of(TOKENIZER, thinks=True)
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, MARKED], ids=["marks are text", "marks are tokens"])
+def test_thoughts_may_come_before_what_is_asked_for(tokenizer: Tokenizer) -> None:
+    def lets_(structure: Structure, text: str) -> bool:
+        return lets(structure, text, tokenizer)
+
+    model = form_of(tokenizer, thinks=True)
     wanted = chat(response_format={"type": "json_object"})
     first = structure_of(wanted, model, "<|im_start|>assistant\n")
-    assert lets(first, "{}")
-    assert lets(first, "<think>hm {\n</think>\n\n{}")
-    assert not lets(first, "<think>hm")
+    assert lets_(first, "{}")
+    assert lets_(first, "<think>hm {\n</think>\n\n{}")
+    assert not lets_(first, "<think>hm")
     opened = structure_of(wanted, model, "<|im_start|>assistant\n<think>\n")
-    assert lets(opened, "hm\n</think>\n\n{}")
-    assert not lets(opened, "{}")
+    assert lets_(opened, "hm\n</think>\n\n{}")
+    assert not lets_(opened, "{}")
     assert opened.form.thoughts is not None
     assert opened.form.thoughts.inside
 
@@ -214,6 +218,10 @@ def test_a_model_that_calls_no_tools_says_so() -> None:
             "tools.0.function.parameters",
         ),
         ({"tools": [F], "tool_choice": "always"}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools.0.function.parameters",
+        ),
         ({"tools": [F], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ],
 )
