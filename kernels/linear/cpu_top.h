@@ -9,9 +9,9 @@
  * computed.
  *
  * Of a row that draws from its k largest, k blocks have an output of at least the k-th largest of the blocks' lower bounds,
- * so the k-th largest E is no less; of one that draws from those within a distance of the largest, the same with that
- * distance. Values drawn by are logits over the temperature, less the largest, each rounded: a logit that equals the last
- * one there differs from it by less than 2^-22 of the three. */
+ * so the k-th largest E is no less; of one that draws from those within a distance of the largest, and from no share of
+ * them, the same with that distance. Values drawn by are logits over the temperature, less the largest, each rounded: a
+ * logit that equals the last one there differs from it by less than 2^-22 of the three. */
 #ifndef BATON_TOP_H
 #define BATON_TOP_H
 
@@ -141,7 +141,8 @@ static void NAME(limit_item)(const void *argument, long row, int thread) {
     double limit = -INFINITY;
     if (draw->top_k > 0 && draw->top_k <= blocks) limit = (double)nth_largest(lowers, blocks, draw->top_k);
     const double within = (double)best + draw->log_min_p * draw->temperature * (1 + 1e-6);
-    if (within > limit) limit = within;
+    /* a share of the k largest counts all of them, those too that min-p takes afterwards */
+    if (within > limit && !(draw->top_p < 1.0)) limit = within;
     /* logits that are drawn from lie between the limit and the top */
     p->limits[row] = (float)(limit - (fabs(limit) + fabs((double)top)) / (1 << 18) - 1e-30);
 }

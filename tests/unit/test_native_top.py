@@ -250,7 +250,16 @@ def some_stand_out(team: Team, dtype: torch.dtype) -> OneLayer:
     return OneLayer(team, dtype, head, 11)
 
 
-DRAWS = [(1.0, 1), (0.7, 5), (1.0, 50), (1.9, 50, 0.8), (1.0, 0, 1.0, 0.1), (0.5, 20, 0.95, 0.2), (0.0, 0)]
+DRAWS = [
+    (1.0, 1),
+    (0.7, 5),
+    (1.0, 50),
+    (1.9, 50, 0.8),
+    (1.0, 0, 1.0, 0.1),
+    (1.0, 50, 1.0, 0.3),
+    (0.5, 20, 0.95, 0.2),
+    (0.0, 0),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -259,6 +268,15 @@ def test_draws_that_look_at_few_logits_need_few(team: Team, dtype: torch.dtype, 
     model, rows = some_stand_out(team, dtype), rows_of(11, how[0], int(how[1]), *how[2:])
     assert check_draws(model, rows) > 11 * 20011 / 2
     assert model.model.rechecks.fallbacks == 0
+
+
+def test_a_share_of_the_largest_counts_all_of_them_though_some_are_no_draws(team: Team) -> None:
+    """`top_p` is of the mass of all `top_k`, before `min_p` takes any of it: none of these may be left out."""
+    model = some_stand_out(team, torch.bfloat16)
+    for temperature in (1.0, 1.9):
+        for top_p in (0.5, 0.7, 0.8, 0.9):
+            for min_p in (0.1, 0.3, 0.5):
+                check_draws(model, [RowSampling(temperature, 90, top_p, seed, 1, min_p) for seed in range(11)])
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
