@@ -19,11 +19,10 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
-from nats.aio.transport import TcpTransport
-from nats.protocol.command import pub_cmd
 
 from shared.bus import envelope
 from shared.bus.bus import NO_RESPONDERS, Delivery, DurableHandler, MessageHandler, RequestHandler, Sent, Subscription
+from shared.bus.nats_client import AtOnce, DirectClient
 from shared.bus.nats_consumer import DurableConsumer, make_stream
 from shared.bus.nats_lease import LeaseBucket
 from shared.bus.streams import spec_of
@@ -37,8 +36,6 @@ DRAIN_TIMEOUT_S = 10.0
 FLUSH_TIMEOUT_S = 5
 JETSTREAM_TIMEOUT_S = 5.0
 RECONNECT_WAIT_S = 0.25
-MAX_UNSENT_BYTES = 256 * 1024
-"""What may lie in this process for a server that takes nothing, before a message waits for it in its sender's queue."""
 
 
 class NatsBus:
@@ -251,7 +248,7 @@ class NatsBus:
 
         self._require_connection(subject)
         try:
-            inner = await self._client.subscribe(subject, queue=queue, future=_AtOnce(guarded))  # type: ignore[arg-type]
+            inner = await self._client.subscribe(subject, queue=queue, future=AtOnce(guarded))  # type: ignore[arg-type]
             await flush(self._client)
         except nats.errors.Error as exc:
             raise self._mapped(exc, subject) from exc
@@ -276,68 +273,6 @@ class NatsBus:
             await self._client.publish(msg.reply, payload, headers=headers)
         except nats.errors.Error as exc:
             log.warning("answer to %s not sent: %r", msg.subject, exc)
-
-
-class _AtOnce:
-    """In the place of a subscription's future: nats-py gives it each message where it reads it.
-
-    A callback would have a queue and a task of its own, which are woken for each message.
-    """
-
-    def __init__(self, take: Callable[[Msg], None]) -> None:
-        self.set_result = take
-
-    def cancelled(self) -> bool:
-        return False
-
-
-class DirectClient(Client):
-    """nats-py's client, with ways past its tasks and queues, and with headers as tenants like to write them."""
-
-    async def _init_request_sub(self) -> None:
-        await super()._init_request_sub()
-        for sub in self._subs.values():
-            if sub._cb == self._request_sub_callback:  # it only wakes who asked
-                sub._future = _AtOnce(self._on_reply)  # type: ignore[assignment]
-
-    def _on_reply(self, msg: Msg) -> None:
-        asking = self._resp_map.get(msg.subject[len(self._inbox_prefix) + 24 :])
-        if asking is not None and not asking.done():
-            asking.set_result(msg)
-
-    def write(self, subject: str, payload: bytes) -> bool:
-        """Give the socket a message without headers. False: others wait before it, or the server takes no more."""
-        transport = self._transport
-        if self._pending or self._status != Client.CONNECTED or not isinstance(transport, TcpTransport):
-            return False
-        writer = transport._io_writer
-        if writer is None:
-            return False
-        socket = writer.transport
-        if socket.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            return False
-        self.stats["out_msgs"] += 1
-        self.stats["out_bytes"] += len(payload)
-        socket.write(pub_cmd(subject, "", payload))
-        return True
-
-    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
-        try:
-            return await super()._process_headers(headers)
-        except Exception:  # the library would stop reading for good
-            log.warning("dropped a message's headers: they do not decode")
-            return None
-
-    @staticmethod
-    def _parse_header_lines(raw: bytes) -> dict[str, str]:
-        """As nats-py's own, which looks at every character of every name."""
-        found: dict[str, str] = {}
-        for line in raw.split(b"\r\n"):
-            name, colon, value = line.partition(b":")
-            key = name.strip()
-            if colon and key.isascii() and len(key.split()) < 2:
-                found[key.decode()] = value.strip().decode("utf-8", "replace")
-        return found
 
 
 class _Served:

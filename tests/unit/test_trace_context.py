@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.bus import trace_context
-from shared.bus.nats_bus import DirectClient
+from shared.bus.nats_client import DirectClient
 
 REFERENCE = TraceContextTextMapPropagator()
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
