@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from services.gateway import connection, server
+from services.gateway.server import bind
 from shared.bus.memory_bus import MemoryBroker
 from tests.pipeline.gateway_support import Backend, Stack, chat, completion, http_stack
 
@@ -310,3 +311,8 @@ async def test_rubbish_behind_requests_sent_ahead_ends_the_connection() -> None:
         async with asyncio.timeout(30):
             while stack.service.ingress.sessions:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+
+def test_small_pieces_are_sent_at_once_on_any_event_loop() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
