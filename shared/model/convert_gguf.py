@@ -133,6 +133,10 @@ def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     scaling = fields.get("llama.rope.scaling.type", "none")
     if scaling != "none":
         raise NotTold(f"llama.rope.scaling.type: {scaling!r} is not supported")
+    # a factor without a type is linear's, and older files have it by another name
+    for field in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        if fields.get(field, 0.0) not in (0.0, 1.0):
+            raise NotTold(f"{field}: {fields[field]!r} is not supported")
     theta = float(fields.get("llama.rope.freq_base", 10000.0))
     heads, hidden = int(fields["llama.attention.head_count"]), int(fields["llama.embedding_length"])
     return {
@@ -217,11 +221,20 @@ def tokenizer_model(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`tokenizer_config.json`: the named special tokens and the chat template."""
+    """`tokenizer_config.json`: the named special tokens and the chat template.
+
+    Raises:
+        KeyError: a field is missing.
+        NotTold: a special token is none of the vocabulary.
+    """
     texts = fields["tokenizer.ggml.tokens"]
     specials = special_tokens(fields)
 
     ids = {f"{name}_token": _token_id(fields, kind) for name, kind in _NAMED}
+    for name, kind in _NAMED:
+        token_id = ids[f"{name}_token"]
+        if token_id is not None and not 0 <= token_id < len(texts):
+            raise NotTold(f"tokenizer.ggml.{kind}_token_id: {token_id} is none of {len(texts)} tokens")
     named = {name: str(texts[token_id]) for name, token_id in ids.items() if token_id is not None}
     template = fields.get("tokenizer.chat_template")
     return {

@@ -19,7 +19,7 @@ from shared.contracts.errors import SettingsError
 from shared.model.fetch import locked
 
 SUFFIX = ".gguf"
-FORMAT = 1
+FORMAT = 2
 """Raised when what is made of a file changes, so that an older folder is made again."""
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _RECORD = "baton_gguf.json"
@@ -80,17 +80,12 @@ def fill_folder(path: Path, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     # imported late: asking whether a folder is there should not cost numpy
-    import gguf
     import safetensors
 
     from shared.model import gguf_tensors
-    from shared.model.convert_gguf import read_fields
+    from shared.model.gguf_reader import open_gguf
 
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = read_fields(reader)
-    except (OSError, ValueError, IndexError, KeyError, TypeError) as exc:
-        raise SettingsError(f"{path} is not a GGUF file that can be read: {exc}", param=path.name) from exc
+    reader, fields = open_gguf(path)
     tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
     for name, document in _documents(path, fields, tied).items():
         (folder / name).write_text(json.dumps(document, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -115,10 +110,12 @@ def fill_folder(path: Path, folder: Path) -> None:
 def _documents(path: Path, fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
     """What the file says of itself, by file name, but for what stands beside it."""
     from shared.model import convert_gguf as c
+    from shared.model.gguf_reader import plain
 
     architecture = fields.get("general.architecture")
     if architecture != "llama":
-        raise SettingsError(f"{path}: general.architecture: {architecture!r} is not supported", param=path.name)
+        told = f"{path}: general.architecture: {plain(repr(architecture))} is not supported"
+        raise SettingsError(told, param=path.name)
     makers: dict[str, Callable[[], Any]] = {
         "config.json": lambda: {**c.model_config(fields), "tie_word_embeddings": tied},
         "generation_config.json": lambda: c.generation_config(fields),
@@ -135,7 +132,11 @@ def _documents(path: Path, fields: Mapping[str, Any], tied: bool) -> dict[str, A
             told = f"{path}: {exc.args[0]}: is missing; {name} beside the file would do instead"
             raise SettingsError(told, param=str(exc.args[0])) from exc
         except c.NotTold as exc:
-            raise SettingsError(f"{path}: {exc}; {name} beside the file would do instead", param=path.name) from exc
+            told = f"{path}: {plain(exc)}; {name} beside the file would do instead"
+            raise SettingsError(told, param=path.name) from exc
+        except (ValueError, LookupError, TypeError, ArithmeticError) as exc:
+            told = f"{path}: its fields make no {name}: {plain(exc)}; one beside the file would do instead"
+            raise SettingsError(told, param=path.name) from exc
     return documents
 
 

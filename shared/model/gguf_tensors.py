@@ -18,6 +18,7 @@ import numpy.typing as npt
 from shared.contracts.errors import SettingsError
 from shared.model.checkpoint import GROUP, INTEGERS, MINIMA, SCALES
 from shared.model.convert_gguf import tensor_name, unpermute
+from shared.model.gguf_reader import plain
 
 _TYPES = gguf.GGMLQuantizationType
 _FLOATS = {
@@ -48,22 +49,30 @@ def stored_tensors(path: Path, reader: gguf.GGUFReader, fields: Mapping[str, Any
     try:
         count = int(fields["llama.attention.head_count"])
         heads = {"attn_q": count, "attn_k": int(fields.get("llama.attention.head_count_kv", count))}
-    except (KeyError, TypeError) as exc:
+    except (KeyError, TypeError, ValueError) as exc:
         field = "llama.attention.head_count"
         raise SettingsError(f"{path}: {field}: is missing, or differs from layer to layer", param=field) from exc
     for tensor in reader.tensors:
+        told = f"{path}: {plain(tensor.name)}"
         try:
             name = tensor_name(tensor.name)
         except (KeyError, IndexError, ValueError) as exc:
-            raise SettingsError(f"{path}: {tensor.name}: is not part of a Llama", param=tensor.name) from exc
+            raise SettingsError(f"{told}: is not part of a Llama", param=plain(tensor.name)) from exc
         if tensor.tensor_type not in READ:
             kinds = ", ".join(kind.name for kind in READ)
-            told = f"{path}: {tensor.name}: type {tensor.tensor_type.name} is not supported, only {kinds}"
-            raise SettingsError(told, param=tensor.name)
+            kind_told = f"type {tensor.tensor_type.name} is not supported, only {kinds}"
+            raise SettingsError(f"{told}: {kind_told}", param=tensor.name)
         kind = tensor.name.split(".")[-2]
-        for part, stored in _parts(tensor, kind in _INTEGER_LAYERS).items():
-            values = unpermute(stored.values, heads[kind]) if kind in heads else stored.values
-            yield name + part, Stored(stored.dtype, values)
+        try:
+            parts = _parts(tensor, kind in _INTEGER_LAYERS)
+            if kind in heads:
+                parts = {end: Stored(part.dtype, unpermute(part.values, heads[kind])) for end, part in parts.items()}
+        except (ValueError, ArithmeticError) as exc:
+            shape = plain(tuple(int(size) for size in reversed(tensor.shape)))
+            many = f" for {heads[kind]} heads" if kind in heads else ""
+            raise SettingsError(f"{told}: is no matrix{many}, its shape is {shape}", param=tensor.name) from exc
+        for part_name, stored in parts.items():
+            yield name + part_name, stored
 
 
 def _parts(tensor: gguf.ReaderTensor, may_be_integers: bool) -> dict[str, Stored]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from services.cli.stack_models import with_models
 from shared.contracts.errors import SettingsError
 from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import load_config
-from shared.model.convert_gguf import unpermute
+from shared.model.convert_gguf import NotTold, model_config, unpermute
 from shared.model.decoder import load_decoder
 from shared.model.folder import check_model_folder
 from shared.model.gguf_folder import folder_of, gguf_folder
@@ -229,3 +230,89 @@ def test_a_stack_is_told_the_folder(tmp_path: Path) -> None:
     assert "no such file" in "".join(problems(LoadedSettings(missing, {}), set()))
     with pytest.raises(SettingsError, match=r"b\.gguf does not exist"):
         with_models(missing, env, silent)
+
+
+def refused(path: Path) -> str:
+    """What is said about a file that cannot be read: one line, soon, and nothing is kept of it."""
+    with pytest.raises(SettingsError) as caught:
+        gguf_folder(path, path.parent / "cache", silent)
+    assert caught.value.message.startswith(str(path))
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < len(str(path)) + 400
+    assert not [left for left in (path.parent / "cache").rglob("*") if left.suffix != ".lock" and left.is_file()]
+    return caught.value.message
+
+
+def changed(path: Path, after: bytes, skip: int, new: bytes) -> Path:
+    """A written file with bytes replaced, `skip` behind the end of a name in it."""
+    write(path, Q4_1)
+    data = bytearray(path.read_bytes())
+    first = data.index(after) + len(after) + skip
+    data[first : first + len(new)] = new
+    path.write_bytes(data)
+    return path
+
+
+HUGE = (2**62).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("after", "skip", "new", "message"),
+    [
+        # name, type of the field, type of its entries, how many
+        (b"tokenizer.ggml.tokens", 8, HUGE, "it ends before"),
+        (b"tokenizer.ggml.token_type", 8, HUGE, "it ends before"),
+        (b"tokenizer.ggml.merges", 4, b"\0\0\0\0" + HUGE, "it ends before|entries"),
+        (b"GGUF\x03\0\0\0", 0, HUGE, "it ends before"),  # tensors
+        (b"GGUF\x03\0\0\0", 8, HUGE, "it ends before"),  # fields
+        (b"general.architecture", 12, b"ll\nma", r"general\.architecture: 'll.nma' is not supported"),
+        (b"eos_token_id", 4, b"\x63", r"tokenizer\.ggml\.eos_token_id: 99 is none of 8 tokens; tokenizer_config\.json"),
+        (b"llama.attention.head_count", 4, b"\0\0\0\0", r"its fields make no config\.json"),
+        (b"llama.attention.head_count", 4, b"\x1e\0\0\0", r"blk\.0\.attn_q\.weight: is no matrix for 30 heads"),
+        # name, dimensions, their sizes, type, offset
+        (b"blk.0.ffn_up.weight", 0, b"\xff\xff\xff\xff", "it ends before"),
+        (b"blk.0.ffn_up.weight", 4, HUGE, "not a GGUF file"),
+        (b"blk.0.ffn_up.weight", 12, b"\0", r"blk\.0\.ffn_up\.weight: is no matrix, its shape is \(0, 64\)"),
+        (b"blk.0.ffn_up.weight", 24, HUGE, "it ends before"),
+        (b"blk.0.ffn_up", -3, b"\n", r"blk\.0\.ffn.up\.weight: is not part of a Llama"),
+    ],
+)
+def test_a_file_that_lies_is_told_from_a_good_one_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bytes, skip: int, new: bytes, message: str
+) -> None:
+    monkeypatch.setattr("shared.model.gguf_reader.MOST_READS", 20_000)
+    assert re.search(message, refused(changed(tmp_path / "a.gguf", after, skip, new)))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.05, 0.1, 0.5, 0.999])
+def test_a_file_that_was_cut_off_is_not_read(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "a.gguf"
+    write(path, Q4_1)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    assert "is not a GGUF file that can be read" in refused(path)
+
+
+def test_arrays_in_arrays_without_end_are_told(tmp_path: Path) -> None:
+    one_of_arrays = (9).to_bytes(4, "little") + (1).to_bytes(8, "little")
+    head = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little")
+    field = (1).to_bytes(8, "little") + b"a" + (9).to_bytes(4, "little")
+    (tmp_path / "a.gguf").write_bytes(head + field + one_of_arrays * 50_000)
+    assert "is not a GGUF file that can be read" in refused(tmp_path / "a.gguf")
+
+
+def test_numbers_in_the_other_byte_order_are_not_taken_for_ones_in_this(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "in the byte order of another machine" in refused(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("field", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
+def test_positions_that_are_scaled_without_a_name_are_not_taken_for_plain_ones(field: str) -> None:
+    fields: dict[str, Any] = {"llama.attention.head_count": 1, field: 4.0}
+    with pytest.raises(NotTold, match=rf"{field}: 4\.0 is not supported"):
+        model_config(fields)
