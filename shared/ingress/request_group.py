@@ -25,6 +25,7 @@ class RequestGroup:
     def __init__(self, sessions: Sequence[Session], news: asyncio.Event) -> None:
         self._sessions = tuple(sessions)
         self._news = news
+        self._failed: End | None = None
         first = sessions[0]
         self.plan = first.plan
         self.model = first.model
@@ -46,9 +47,10 @@ class RequestGroup:
     def end(self) -> End | None:
         """How it ended for the client: with the first error, or when all have ended."""
         ends = [session.end for session in self._sessions]
-        failed = next((end for end in ends if end is not None and end.error is not None), None)
-        if failed is not None:
-            return failed
+        if self._failed is None:  # the first to fail: it ends the others, whose errors say only that
+            self._failed = next((end for end in ends if end is not None and end.error is not None), None)
+        if self._failed is not None:
+            return self._failed
         return None if None in ends else ends[0]
 
     def usage(self) -> Usage:
