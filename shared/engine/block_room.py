@@ -13,7 +13,9 @@ from operator import attrgetter
 
 from shared.engine import sequence_blocks as blocks
 from shared.engine.preemption import Holder, choose_victim, may_enter, newest_of_lowest
-from shared.engine.sequence import PREEMPTED, RESUMED, REVOKED, Sequence, SequenceSpec
+from shared.engine.sequence import Sequence
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import PREEMPTED, RESUMED, REVOKED
 from shared.kv.block_pool import BlockPool
 from shared.kv.block_table import BlockTable
 
@@ -99,7 +101,7 @@ class BlockRoom:
         if seq.lent:
             hits = self._pool.still_held(seq.lent)
         else:
-            hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, len(seq.tokens) - 1)
+            hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, seq.max_match)
         if not blocks.has_room(self._pool, hits, needed, self._watermark()):
             return False
         num_shared = len(hits[0]) * self._pool.groups[0].block_size

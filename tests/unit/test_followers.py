@@ -11,9 +11,9 @@ from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher
 from shared.engine.block_room import NeverFits
-from shared.engine.sequence import SequenceUpdate
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
-from tests.unit.test_batcher import BLOCK, fifty, make_batcher, make_spec, output_of, run_dry
+from tests.unit.test_batcher import BLOCK, fifty, make_batcher, make_spec, output_of, run_dry, tag_all
 
 PROMPT = 3 * BLOCK + 2
 
@@ -143,3 +143,24 @@ def test_every_token_of_a_prompt_but_the_first_is_scored_once(budget: int, preem
             preempted = not batcher.preempt("a")
     assert scored == [-float(token) for token in range(101, 130)]
     assert own == [-50.0] * 3
+
+
+@pytest.mark.parametrize("after", [0, 9])
+def test_a_prompt_that_others_computed_is_scored_after_a_preemption_too(after: int) -> None:
+    batcher = make_batcher(token_budget=9)
+    batcher.reserve(make_spec("w", 30))
+    tags = tuple(tuple(group) for group in tag_all(batcher, run_dry(batcher)))
+    sampling = SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=2)
+    batcher.reserve(make_spec("a", 30, sampling=sampling, tags=tags))
+    scored, taken = list[float](), False
+    for _ in range(30):
+        if len(scored) >= after and not taken:
+            taken = batcher.preempt("a")
+        if (plan := batcher.plan()) is None:
+            break
+        sampled = (50,) * plan.sequences[0].num_sampled
+        found = tuple(TokenLogprob(-float(token)) for token in (*plan.sequences[0].scored, *sampled))
+        updates = batcher.commit(StepOutput(plan.step, (sampled,), logprobs={0: found}))
+        scored += [entry.logprob for update in updates for entry in update.prompt_logprobs]
+    assert taken
+    assert scored == [-float(token) for token in range(101, 130)]
