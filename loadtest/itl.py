@@ -19,7 +19,8 @@ from shared.contracts.parts import ItlTarget
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
-from shared.engine.sequence import SequenceSpec, SequenceUpdate
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_fit import StepTimeFit, fastest, fit_all
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepObservation, StepTimeModel, chunk_context, context_of

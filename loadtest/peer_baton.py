@@ -13,7 +13,8 @@ from pathlib import Path
 from loadtest.closed_loop import Job, own_stdout, serve
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
-from shared.engine.sequence import SequenceSpec, SequenceUpdate
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
 from shared.engine.worker_settings import itl_target
 from shared.settings.sections import EngineSettings

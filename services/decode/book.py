@@ -23,7 +23,7 @@ from shared.contracts.messages import Reserve, StreamFrame
 from shared.contracts.parts import Totals, sum_totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
-from shared.engine.sequence import ERROR, PREEMPTED, REVOKED, SequenceUpdate
+from shared.engine.sequence_update import ERROR, PREEMPTED, REVOKED, SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport

@@ -11,7 +11,8 @@ from shared.contracts.grants import Grant
 from shared.contracts.messages import Reserve, Reserved
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, Reservation
-from shared.engine.sequence import LENGTH, STOP, SequenceSpec
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import LENGTH, STOP
 from shared.engine.worker_engine import WorkerFacts
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.block_table import BlockTable

@@ -36,7 +36,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.message import Message
 from shared.contracts.parts import AttemptProgress
 from shared.engine.block_room import NeverFits, ReservationRefused
-from shared.engine.sequence import SequenceUpdate
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
 from shared.engine.worker_shell import WorkerShell

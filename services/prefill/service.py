@@ -39,7 +39,8 @@ from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import unpack_tokens
 from shared.engine.batcher import Reservation
 from shared.engine.block_room import NeverFits, ReservationRefused
-from shared.engine.sequence import ERROR, SequenceSpec, SequenceUpdate
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import ERROR, SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
 from shared.engine.worker_shell import WorkerShell

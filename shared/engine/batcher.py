@@ -22,16 +22,10 @@ from shared.engine.batching_policy import Batching, make_policy
 from shared.engine.block_room import BlockRoom, ReservationRefused, may_run, urgency
 from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
 from shared.engine.prompt_budget import NO_TARGET, prompt_budget
-from shared.engine.sequence import (
-    CANCELLED,
-    ERROR,
-    STOP,
-    Sequence,
-    SequenceSpec,
-    SequenceStatus,
-    SequenceUpdate,
-)
+from shared.engine.sequence import Sequence, SequenceStatus
 from shared.engine.sequence_blocks import condemn, no_tables, num_lent
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import CANCELLED, ERROR, STOP, SequenceUpdate
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.engine.step_time import DEFAULT_MODEL
 from shared.kv.block_pool import BlockCounts, BlockPool, TagEvents
@@ -518,7 +512,12 @@ class Batcher:
     def _leader_of(self, spec: SequenceSpec) -> str | None:
         """The sequence that is still to compute the prompt of one that follows it."""
         leader = self._sequences.get(spec.follows)
-        if leader is None or leader.finish or leader.num_confirmed_tokens >= num_lent(self.pool, spec):
+        if (
+            leader is None
+            or spec.num_scored
+            or leader.finish
+            or leader.num_confirmed_tokens >= num_lent(self.pool, spec)
+        ):
             return None
         return spec.follows
 

@@ -18,7 +18,8 @@ from shared.contracts.errors import Internal
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
-from shared.engine.sequence import SequenceSpec, SequenceUpdate
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_fit import StepTimeFit, fastest, fit_all
 from shared.engine.step_time import StepObservation
 from shared.kv.layout import PoolLayout

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from shared.contracts.errors import Unavailable
 from shared.engine.batcher import Batcher
-from shared.engine.sequence import SequenceUpdate
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepObservation, context_of
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from shared.contracts.ids import BlockGeneration, BlockTag
-from shared.engine.sequence import Sequence, SequenceSpec
+from shared.engine.sequence import Sequence
+from shared.engine.sequence_spec import SequenceSpec
 from shared.kv.block_pool import BlockPool, GroupPool
 from shared.kv.block_table import BlockTable
 

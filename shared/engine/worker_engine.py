@@ -27,7 +27,7 @@ from shared.engine.core_share import CoreShare, open_share
 from shared.engine.engine import Engine, Runner
 from shared.engine.model_steps import ModelSteps
 from shared.engine.prompt_budget import NO_TARGET
-from shared.engine.sequence import SequenceUpdate
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_fit import StepTimeFit
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeModel
 from shared.grammar.compiler import LazyCompiler

@@ -17,7 +17,7 @@ from shared.contracts.messages import BlockEvents, Extend, Extended, Refusal
 from shared.contracts.parts import GroupTags
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
-from shared.engine.sequence import CompletedBlock
+from shared.engine.sequence_update import CompletedBlock
 from shared.engine.worker_publisher import Publisher
 from shared.engine.worker_tags import AskedRun, TagChains, Tagging
 from shared.lifecycle.tasks import end_tasks

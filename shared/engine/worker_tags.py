@@ -17,7 +17,7 @@ from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import BlockGeneration, BlockTag
 from shared.contracts.parts import BlockRef, ExtendedRun, ExtendRun, GroupTags
 from shared.contracts.tokens import pack_tokens
-from shared.engine.sequence import CompletedBlock
+from shared.engine.sequence_update import CompletedBlock
 
 UNKNOWN_PARENT = "unknown_parent"
 """The index's error code: it does not know the tag that a run is to follow."""

@@ -16,7 +16,8 @@ from shared.contracts.errors import SettingsError
 from shared.contracts.ids import BlockGeneration, Incarnation, RequestId, WorkerId
 from shared.contracts.parts import BlockRef
 from shared.contracts.sampling import SamplingParams
-from shared.engine.sequence import SequenceSpec, SequenceUpdate
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
 from shared.kv.handoff_sink import Pull, PullItem
 from shared.kv.layout import LayerGroup, PoolLayout

@@ -40,7 +40,8 @@ from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.batching_policy import BATCHING, Batching
 from shared.engine.engine import Engine
 from shared.engine.model_runner import ModelRunner
-from shared.engine.sequence import SequenceSpec, SequenceUpdate
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.kv.block_table import BlockTable
 from shared.kv.digest import span_digest

@@ -18,7 +18,9 @@ from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum
 from shared.engine.batcher import Batcher, BatcherConfig, NoSlot
 from shared.engine.block_room import NeverFits, NoBlocks
-from shared.engine.sequence import Sequence, SequenceSpec, SequenceUpdate
+from shared.engine.sequence import Sequence
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import IN_FLIGHT, StepOutput, StepPlan
 from shared.kv.layout import LayerGroup, PoolLayout
 

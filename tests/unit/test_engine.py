@@ -13,7 +13,7 @@ from shared.contracts.errors import Unavailable
 from shared.engine.batcher import Batcher, NoSlot
 from shared.engine.engine import Engine
 from shared.engine.fake_runner import FakeRunner, made_up_token
-from shared.engine.sequence import SequenceUpdate
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepObservation
 from tests.unit.test_batcher import make_batcher, make_spec

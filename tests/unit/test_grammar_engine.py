@@ -16,7 +16,8 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import STUCK, Batcher, BatcherConfig
 from shared.engine.model_runner import ModelRunner
-from shared.engine.sequence import ERROR, SequenceSpec, SequenceUpdate
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import ERROR, SequenceUpdate
 from shared.engine.step_plan import StepPlan
 from shared.grammar.compiler import GrammarCompiler, LazyCompiler
 from shared.grammar.row_masks import RowMasks

@@ -16,7 +16,9 @@ from shared.engine.batcher import Batcher, NoSlot
 from shared.engine.batching_policy import BATCHING
 from shared.engine.block_room import BlockRoom, NeverFits, NoBlocks
 from shared.engine.preemption import PASSES, Holder, choose_victim, may_enter
-from shared.engine.sequence import Sequence, SequenceSpec, SequenceUpdate
+from shared.engine.sequence import Sequence
+from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepPlan
 from tests.unit.test_batcher import (
     BLOCK,

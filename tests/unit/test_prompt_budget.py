@@ -11,7 +11,7 @@ from shared.contracts.parts import ItlTarget
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, BatcherConfig
 from shared.engine.prompt_budget import AUTO_TARGET, LEAST, NO_TARGET, prompt_budget, step_limit_s
-from shared.engine.sequence import SequenceSpec
+from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepTimeModel
 from shared.kv.layout import LayerGroup, PoolLayout

@@ -13,7 +13,7 @@ from shared.contracts.errors import InvalidInput
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine import calibration
-from shared.engine.sequence import SequenceSpec
+from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepTimeModel, context_of
 from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions

@@ -12,7 +12,7 @@ from shared.contracts.grants import SignedGrant
 from shared.contracts.ids import BlockGeneration, BlockTag, Dispatch, Epoch, RequestId
 from shared.contracts.parts import ExtendedRun, GroupTags
 from shared.contracts.tokens import unpack_tokens
-from shared.engine.sequence import CompletedBlock
+from shared.engine.sequence_update import CompletedBlock
 from shared.engine.worker_tags import AskedRun, TagChains, Tagging
 
 ATTEMPT = Attempt(RequestId("req-a"), Epoch(1), Dispatch(1))
