@@ -10,8 +10,10 @@ nothing that a model could repeat for ever.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from shared.contracts.errors import InvalidInput
@@ -22,10 +24,13 @@ MAX_DEPTH = 64
 """Of a schema; the library's own limit lies a little above, and depends on the parts of it."""
 MAX_INTEGER = 2**53
 """The library's numbers are doubles: a larger constant would be written rounded."""
+MAX_DIVISOR = 10_000
+"""Of all `multipleOf` of a schema together, zeros at the end left out: the library's work grows with it, to minutes."""
 MAX_CHOICES = 1000
 OPTIONS: Mapping[str, Any] = {"whitespace_pattern": r"( |\n {0,24})?"}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _OPTIONS_KEY = "x-guidance"
+_SCHEMA_IN_LARK = re.compile(r"%json\s*(?=\{)")
 
 
 def schema_grammar(schema: Mapping[str, Any], field: str) -> str:
@@ -70,6 +75,17 @@ def choice_body(choices: Sequence[str], field: str) -> str:
     return f"({' | '.join(map(literal, choices))})"
 
 
+def own_grammar(text: str, field: str) -> str:
+    """A client's own grammar in Lark; schemas in it are checked like others. Raises InvalidInput for one too large."""
+    grammar = lark_grammar(text, field)
+    try:
+        schemas = [json.JSONDecoder().raw_decode(text, m.end())[0] for m in _SCHEMA_IN_LARK.finditer(text)]
+    except (ValueError, RecursionError) as exc:
+        raise InvalidInput(f"{field}: holds a schema that is not valid JSON", param=field) from exc
+    _check(schemas, field)
+    return grammar
+
+
 def lark_grammar(text: str, field: str) -> str:
     """What a grammar of llguidance's Lark describes. Raises InvalidInput for one that is too large."""
     return _grammars([{"lark_grammar": text}], field)
@@ -99,17 +115,21 @@ def _grammars(grammars: list[dict[str, Any]], field: str) -> str:
 
 
 def _check(value: Any, field: str) -> None:
-    """No options in a schema, no integer that gets lost, and no more than `MAX_DEPTH` levels.
+    """No options in a schema, no number that gets lost or takes too much work, and no more than `MAX_DEPTH` levels.
 
     Without recursion, as the depth is a stranger's.
     """
-    level = [value]
+    level, divisor = [value], 1
     for _ in range(MAX_DEPTH):
         following: list[Any] = []
         for item in level:
             if isinstance(item, Mapping):
                 if _OPTIONS_KEY in item:
                     raise InvalidInput(f"{field}: {_OPTIONS_KEY} is not supported", param=field)
+                divisor = math.lcm(divisor, _divisor(item.get("multipleOf")))
+                if divisor > MAX_DIVISOR:
+                    message = f"{field}: multipleOf, all of them together, is at most {MAX_DIVISOR}"
+                    raise InvalidInput(message, param=field)
                 following.extend(item.values())
             elif isinstance(item, list):
                 following.extend(item)
@@ -119,3 +139,10 @@ def _check(value: Any, field: str) -> None:
             return
         level = following
     raise InvalidInput(f"{field}: a schema has at most {MAX_DEPTH} levels", param=field)
+
+
+def _divisor(multiple_of: Any) -> int:
+    """The digits of a `multipleOf` without zeros at the end; 1 for what is no number, which others refuse."""
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int | float) or not math.isfinite(multiple_of):
+        return 1
+    return int("".join(map(str, Decimal(repr(multiple_of)).as_tuple().digits)).rstrip("0") or "1")

@@ -127,7 +127,7 @@ def _said_grammar(asked: _Asked, thoughts: Thoughts | None, special: Mapping[str
     if asked.whole:
         if thoughts is not None:
             raise InvalidInput(f"{asked.field}: this model thinks first, which the grammar forbids", param=asked.field)
-        return source.lark_grammar(asked.whole, asked.field)
+        return source.own_grammar(asked.whole, asked.field)
     return source.lark_grammar(body_grammar(asked.body, thoughts, special), asked.field) if asked.body else ""
 
 

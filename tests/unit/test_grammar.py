@@ -211,13 +211,52 @@ def _deep(levels: int) -> dict[str, object]:
         _deep(100),
         {"const": 2**53 + 1},
         {"enum": [1, -(2**60)]},
+        {"type": "integer", "multipleOf": 999_983},
+        {"multipleOf": 0.999983},
+        {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]},
     ],
-    ids=["options", "options inside", "large", "deep", "large constant", "large choice"],
+    ids=[
+        "options",
+        "options inside",
+        "large",
+        "deep",
+        "large constant",
+        "large choice",
+        "large divisor",
+        "divisor with many digits",
+        "large divisor in parts",
+    ],
 )
 def test_options_size_and_depth_are_refused_before_anything_is_compiled(schema: dict[str, object]) -> None:
     with pytest.raises(InvalidInput) as refused:
         source.schema_grammar(schema, FIELD)
     assert refused.value.param == FIELD
+
+
+@pytest.mark.parametrize("multiple", [7, 1000, 10**9, 0.01, 1e-9, 9973])
+def test_usual_divisors_are_let_in(multiple: float) -> None:
+    assert source.schema_grammar({"type": "number", "multipleOf": multiple}, FIELD)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: %json {"type": "integer", "multipleOf": 999983}',
+        'start: a b\na: %json{"multipleOf": 9973}\nb: %json {"multipleOf": 9967}',
+        'start: %json {"x-guidance": {"lenient": true}}',
+        'start: %json {"a":' + "[" * 30_000,
+        'start: %json {"multipleOf": 999983, "maximum": ' + "9" * 5000 + "}",
+    ],
+    ids=["large divisor", "in parts", "options", "deep", "long number"],
+)
+def test_schemas_in_a_grammar_are_checked_like_others(text: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        source.own_grammar(text, FIELD)
+    assert refused.value.param == FIELD
+
+
+def test_a_grammar_may_hold_schemas() -> None:
+    assert source.own_grammar('start: "a" %json {"type": "integer", "multipleOf": 5} | %json {"type": "null"}', FIELD)
 
 
 @pytest.mark.parametrize("pattern", ["([", "(?=a)b", r"(a)\1", "(" * 500 + "a" + ")" * 500, "(a{1000}){1000}{1000}"])
