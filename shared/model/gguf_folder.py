@@ -57,7 +57,10 @@ def gguf_folder(path: Path, cache: Path, say: Callable[[str], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(f".{folder.name}.lock"), say):
             if not _is_made(folder, stamps):
-                with tempfile.TemporaryDirectory(prefix=f".{folder.name}.tmp-", dir=folder.parent) as made:
+                prefix = f".{folder.name}.tmp-"
+                for left in folder.parent.glob(f"{prefix}*"):  # by one that was killed: the lock is ours
+                    shutil.rmtree(left, ignore_errors=True)
+                with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as made:
                     target = Path(made) / "folder"
                     target.mkdir()
                     say(f"reading {path.name}")

@@ -202,6 +202,18 @@ def test_what_stands_beside_the_file_counts_and_a_change_makes_the_folder_anew(t
     assert len(lines) == 2
 
 
+def test_what_a_killed_start_left_behind_goes(tmp_path: Path) -> None:
+    write(tmp_path / "a.gguf", Q4_1)
+    models = folder_of(tmp_path / "a.gguf", tmp_path / "cache").parent
+    left = models / f".{folder_of(tmp_path / 'a.gguf', tmp_path / 'cache').name}.tmp-killed"
+    anothers = models / ".gguf-0123456789abcdef.tmp-at-work"
+    for path in (left, anothers):
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"half")
+    gguf_folder(tmp_path / "a.gguf", tmp_path / "cache", silent)
+    assert (left.exists(), anothers.exists()) == (False, True)
+
+
 def test_parts_that_do_not_fit_are_named(q4_1: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(q4_1[0], tmp_path / "model"))
     file, name = folder / "model.safetensors", NAMES["blk.0.ffn_down"]
