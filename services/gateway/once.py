@@ -95,6 +95,8 @@ class Entry:
         self.readers = 0
         self.left = asyncio.Event()
         """Nobody reads."""
+        self.given_up = False
+        """Nobody has read for long: it ends."""
         self.ready = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -109,6 +111,11 @@ class Entry:
         self.error = error
         self.ready.set()
         self.log.extend([], last=True)
+
+    @property
+    def ends_early(self) -> bool:
+        """True when it was given up before its answer was complete: nothing more comes."""
+        return self.given_up and not self.log.complete
 
     def attach(self) -> None:
         """A client reads."""
@@ -148,7 +155,9 @@ class Once:
         Raises OtherBody, NotFound for a stream that cannot be resumed, Unavailable, and what `begin` raises.
         """
         name = (key.tenant, key.name)
-        entry = self._entries.get(name)
+        while (entry := self._entries.get(name)) is not None and entry.ends_early:
+            assert entry.task is not None
+            await asyncio.wait({entry.task})  # then it is begun anew
         if entry is None:
             entry = self._entries[name] = Entry(key.body)
             entry.task = asyncio.create_task(self._work(name, entry, key, begin))
@@ -238,9 +247,8 @@ class Once:
         )
 
     async def _unread(self, entry: Entry) -> None:
-        """Returns when nobody has read for `linger_s`."""
-        while True:
+        """Returns when nobody has read for `linger_s`, and the entry is given up."""
+        while not entry.given_up:
             await entry.left.wait()
             await asyncio.sleep(self._linger_s)
-            if entry.left.is_set():
-                return
+            entry.given_up = entry.left.is_set()

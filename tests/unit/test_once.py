@@ -1,0 +1,76 @@
+"""Keyed requests at one gateway: who reads which entry."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.gateway.event_log import EventLog, make_parts
+from services.gateway.keyed_run import Begun, KeyedRun
+from services.gateway.once import Entry, Key, Once
+from shared.contracts import idempotency_messages as i
+from shared.contracts.ids import IngressId, RequestId, TenantId
+
+KEY = Key(TenantId("acme"), b"hash", b"name", b"body")
+WAIT_S = 30.0
+
+
+class _Policy:
+    """Another gateway runs the request, until `done`."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.asked = 0
+        self.held = asyncio.Event()
+        self.held.set()
+
+    async def ask(self, claim: i.IdempotencyClaim) -> i.IdempotencyState:
+        self.asked += 1
+        state = self._state()
+        await self.held.wait()
+        return state
+
+    def _state(self) -> i.IdempotencyState:
+        log = EventLog(1)
+        log.begin(200, stream=False)
+        return i.IdempotencyState(
+            request_id=RequestId("req-1"),
+            outcome=i.DONE if self.done else i.RUNNING,
+            run=1,
+            seed=0,
+            created_s=0,
+            parts=tuple(make_parts(log, 0, [b"{}"], last=True)) if self.done else (),
+        )
+
+
+async def _write(write: i.IdempotencyWrite) -> i.IdempotencyWritten:
+    raise AssertionError("it runs elsewhere")
+
+
+async def _begin(run: KeyedRun) -> Begun:
+    raise AssertionError("it runs elsewhere")
+
+
+async def _until(entry: Entry) -> None:
+    while not entry.log.complete:
+        await entry.log.news()
+
+
+async def test_who_comes_as_an_unread_entry_is_given_up_gets_the_answer() -> None:
+    policy = _Policy()
+    once = Once(policy.ask, _write, IngressId("gw-1"), linger_s=0.05)
+    async with asyncio.timeout(WAIT_S):
+        first = await once.enter(KEY, _begin)
+        policy.held.clear()
+        while policy.asked < 2:  # noqa: ASYNC110 - it looks again, and waits for policy
+            await asyncio.sleep(0.01)
+        first.detach()
+        while not first.given_up:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        coming = asyncio.create_task(once.enter(KEY, _begin))
+        await asyncio.sleep(0.01)
+        policy.done = True
+        policy.held.set()
+        second = await coming
+        await _until(second)
+        second.detach()
+    assert second.log.events == [b"{}"]
