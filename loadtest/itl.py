@@ -17,7 +17,8 @@ from loadtest.closed_loop import Arrivals, Job, LoopResult, make_jobs
 from loadtest.peer_plan import REQUESTS
 from shared.contracts.parts import ItlTarget
 from shared.contracts.sampling import SamplingParams
-from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.batcher import Batcher
+from shared.engine.batcher_config import BatcherConfig
 from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate

@@ -1,7 +1,8 @@
-"""The batcher: which tokens of which sequences the next step computes, and what a finished step means.
+"""The batcher: the sequences an engine holds, its next step, and what a finished step means.
 
 Pure: no clock, no tensor, no thread; the engine's planner thread owns it. A sequence is accepted with blocks for the
-tokens it came with and one to grow into, and takes the others one by one; `block_room` says at whose cost.
+tokens it came with and one to grow into, and takes the others one by one; `block_room` says at whose cost,
+`step_composer` which of them a step computes.
 
 A step may be planned while the one before is in flight. What such a step needs of an earlier one stands in it as
 IN_FLIGHT; when a sequence turns out to have ended, its rows in later steps are dropped, and its blocks are freed only
@@ -11,30 +12,29 @@ when the last step that names them has ended and the last pin is gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from shared.contracts.ids import BlockTag
 from shared.contracts.logprobs import TokenLogprob
-from shared.contracts.parts import ItlTarget, Totals
-from shared.engine.batching_policy import Batching, make_policy
-from shared.engine.block_room import BlockRoom, ReservationRefused, may_run, urgency
-from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
-from shared.engine.prompt_budget import NO_TARGET, prompt_budget
-from shared.engine.sequence import Sequence, SequenceStatus
-from shared.engine.sequence_blocks import condemn, no_tables, num_lent
+from shared.contracts.parts import Totals
+from shared.engine.batcher_config import BatcherConfig
+from shared.engine.batcher_gauges import Gauges, read_gauges
+from shared.engine.batcher_invariants import require_sound
+from shared.engine.block_cleaning import BlockCleaning
+from shared.engine.block_room import BlockRoom, ReservationRefused
+from shared.engine.followers import Followers
+from shared.engine.sequence import Sequence
+from shared.engine.sequence_blocks import condemn, no_tables
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import CANCELLED, ERROR, STOP, SequenceUpdate
-from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
+from shared.engine.step_composer import StepComposer
+from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan, require_fit
 from shared.engine.step_time import DEFAULT_MODEL
-from shared.kv.block_pool import BlockCounts, BlockPool, TagEvents
+from shared.kv.block_pool import BlockPool, TagEvents
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import PoolLayout
-
-SCORED_CHUNK = 64
-"""Most prompt tokens in a step of a sequence that wants their log-probabilities."""
-
 
 NOT_FINITE = "the logits were not finite"
 STUCK = "its grammar allows no further token"
@@ -45,50 +45,11 @@ class NoSlot(ReservationRefused):
 
 
 @dataclass(frozen=True, slots=True)
-class BatcherConfig:
-    """Raises ValueError when a full set of decodes could leave no room for a prompt."""
-
-    token_budget: int = 512  # most tokens in a step
-    lone_token_budget: int = 0  # most tokens in a step in which nothing decodes, if larger
-    itl_target: ItlTarget = NO_TARGET  # how long a step may take while sequences decode; see `prompt_budget`
-    max_num_seqs: int = 32  # most live sequences, waiting for KV included
-    chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
-    depth: int = 1  # steps that may be planned while one is in flight
-    quantum: int = 64  # prompt tokens a tenant of weight 1 gets in a turn
-    batching: Batching = "continuous"  # see `batching_policy`
-    batch_size: int = 8  # most sequences of a static or dynamic batch
-    batch_window_s: float = 0.05  # how long a dynamic batch waits to become full
-
-    def __post_init__(self) -> None:
-        if self.token_budget <= self.max_num_seqs:
-            raise ValueError(f"a budget of {self.token_budget} tokens must exceed {self.max_num_seqs} sequences")
-        target = self.itl_target
-        if min(target.least_s, target.times, target.times_each, self.lone_token_budget) < 0:
-            raise ValueError("the target of a token's latency and the lone token budget must not be negative")
-        if min(self.max_num_seqs, self.quantum) < 1 or min(self.depth, self.chunk_size) < 0:
-            raise ValueError("sequences and quantum must be positive, depth and chunk size not negative")
-
-
-@dataclass(frozen=True, slots=True)
 class Reservation:
     """What an accepted sequence holds."""
 
     num_cached_tokens: int
     tables: tuple[BlockTable, ...]  # one per layer group
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """A snapshot for beats and metrics."""
-
-    running: int
-    waiting: int
-    ended: int  # finished, blocks still held
-    queue_tokens: int  # prompt tokens to compute here that are not yet planned
-    blocks: tuple[BlockCounts, ...]  # one per layer group
-    held_back: tuple[int, ...]  # available blocks that no newcomer gets, per layer group
-    preempted: int  # those waiting for room, among `waiting`
-    preemptions: int  # so far
 
 
 class Batcher:
@@ -99,17 +60,14 @@ class Batcher:
         self.pool = BlockPool(layout)
         self.step_model = DEFAULT_MODEL  # how long steps take, as far as is known; may be replaced any time
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
-        self._fair = DeficitRoundRobin(config.quantum)
-        size = min(config.batch_size, config.max_num_seqs)
-        self._policy = make_policy(config.batching, size, config.batch_window_s)
         self._room = BlockRoom(self.pool, self._sequences, lambda seq, event: self._report(seq, event=event))
         self._arrivals = 0
-        self._followers: dict[str, list[Sequence]] = {}  # by whom they wait for
+        self._composer = StepComposer(config, self._room, self._sequences)
+        self._followers = Followers(self.pool, self._room, self._sequences)
         self._in_flight: deque[StepPlan] = deque()
         self._last_step = 0
         self._updates: list[SequenceUpdate] = []
-        self._to_zero: list[tuple[int, int]] = []  # tails of sequences that only compute
-        self._zeroing: dict[tuple[int, int], str] = {}  # such a tail, pinned until it is zeroed
+        self._cleaning = BlockCleaning(self.pool)
 
     # ------------------------------------------------------------------------------------- life of a sequence
 
@@ -131,16 +89,15 @@ class Batcher:
         self._room.require_possible((spec,))
         if self._num_live() >= self.config.max_num_seqs:
             raise NoSlot(f"{self.config.max_num_seqs} sequences are live")
-        leader = self._leader_of(spec)
+        leader = self._followers.leader_of(spec)
         tables, num_cached = self._room.admit(spec) if leader is None else (no_tables(self.pool), 0)
         self._arrivals += 1
         seq = Sequence(spec, self._arrivals, tables, num_cached)
         self._sequences[spec.seq_id] = seq
         if leader is not None:
-            seq.wait_for(leader)
-            self._followers.setdefault(leader, []).append(seq)
+            self._followers.add(seq, leader)
         if spec.compute_only:
-            self._zero_tail(seq)
+            self._cleaning.add_tails(seq)
             seq.end_if_computed()
             if seq.finish:
                 self._report(seq)
@@ -169,7 +126,7 @@ class Batcher:
         if seq is None or seq.finish or not seq.awaiting_kv:
             return False
         seq.received()
-        self._lend(seq)
+        self._followers.serve(seq)
         if seq.num_confirmed_tokens > seq.num_cached_tokens:
             self._report(seq)
         return True
@@ -235,31 +192,12 @@ class Batcher:
     def plan(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when depth + 1 steps are in flight or nothing can run.
 
-        Sequences one token behind come first, one row each, the most urgent class and the oldest before others; then
-        chunks of prompts, shared out among tenants.
-
         Args:
             now: seconds on a monotonic clock, for dynamic batches and for what is told of a sequence's start.
         """
         if len(self._in_flight) > self.config.depth:
             return None
-        allowed = _Lazily(self._allowed, now)
-        if self._room.has_homeless:
-            self._room.let_return(allowed())
-        ids = None if self._policy.admits_all else allowed()
-        decodes, behind = list[Sequence](), list[tuple[Sequence, int]]()
-        for seq in self._sequences.values():
-            count = seq.num_pending_tokens
-            if count and (ids is None or may_run(seq, ids)):
-                if count == 1:
-                    decodes.append(seq)
-                else:
-                    behind.append((seq, count))
-        scheduled = self._schedule_decodes(decodes, allowed, now)
-        # taking blocks for those may have ended the turn of others
-        behind = [(seq, count) for seq, count in behind if seq.num_pending_tokens]
-        if behind or self._fair.saves:
-            scheduled += self._schedule_prompts(behind, scheduled, now)
+        scheduled = self._composer.compose(self.step_model, now)
         if not scheduled:
             return None
         self._last_step += 1
@@ -267,35 +205,9 @@ class Batcher:
         self._in_flight.append(plan)
         return plan
 
-    def _schedule_decodes(self, seqs: list[Sequence], allowed: _Lazily, now: float) -> list[ScheduledSequence]:
-        seqs.sort(key=urgency)
-        scheduled = []
-        for seq in seqs:
-            if not seq.covers(seq.num_computed_tokens + 1):
-                # its turn may not come: one before may have needed its blocks, or nobody has any for it
-                if seq.num_pending_tokens != 1 or not self._room.grows(seq, allowed()):
-                    continue
-            elif seq.leaving or seq.preempted:
-                continue
-            scheduled.append(seq.schedule(1, now))
-        return scheduled
-
-    def _schedule_prompts(
-        self, behind: Seq[tuple[Sequence, int]], decodes: Seq[ScheduledSequence], now: float
-    ) -> list[ScheduledSequence]:
-        config = self.config
-        budget = config.token_budget if decodes else max(config.token_budget, config.lone_token_budget)
-        chunk_size = config.chunk_size or budget
-        wants = [
-            PrefillWant(seq.spec.seq_id, seq.spec.tenant, seq.spec.weight, min(count, _chunk(seq, chunk_size)))
-            for seq, count in behind
-        ]
-        shares = self._fair.share(wants, self._prompt_budget(budget - len(decodes), decodes, wants))
-        return [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
-
     def wait_s(self, now: float) -> float:
         """Seconds after which `plan` may find something although nothing happened meanwhile; infinity: never."""
-        return self._policy.wait_s(now)
+        return self._composer.wait_s(now)
 
     def commit(self, output: StepOutput) -> list[SequenceUpdate]:
         """Take the result of the oldest step in flight; answers all updates there are.
@@ -304,7 +216,7 @@ class Batcher:
             ValueError: not the output of that step; nothing was changed.
         """
         plan = self._oldest(output.step)
-        _require_fit(plan, output)
+        require_fit(plan, output)
         self._in_flight.popleft()
         token_s = output.duration_s / plan.num_tokens
         bad_rows, told = output.bad_rows, output.logprobs
@@ -354,22 +266,12 @@ class Batcher:
         They are blocks of sequences whose logits were not finite, purged blocks, and partly filled tails that will be
         handed over.
         """
-        if not (self._to_zero or self.pool.is_dirty):
-            return ()
-        blocks = (*self._to_zero, *self.pool.take_dirty())
-        self._to_zero = []
-        return blocks
+        return self._cleaning.take()
 
     def zeroed(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Blocks of `take_blocks_to_zero` are overwritten."""
-        for group, block_id in blocks:
-            seq_id = self._zeroing.pop((group, block_id), None)
-            if seq_id is None:
-                self.pool.cleaned([(group, block_id)])
-            else:
-                seq = self._sequences[seq_id]
-                seq.cleaning -= 1
-                self._let_go(seq)
+        for seq in self._cleaning.done(blocks):
+            self._let_go(seq)
 
     # ------------------------------------------------------------------------------------- inspection
 
@@ -388,51 +290,17 @@ class Batcher:
         return seq_id in self._sequences
 
     def gauges(self) -> Gauges:
-        statuses = [seq.status for seq in self._sequences.values()]
-        return Gauges(
-            running=statuses.count(SequenceStatus.RUNNING),
-            waiting=statuses.count(SequenceStatus.WAITING) + statuses.count(SequenceStatus.PREEMPTED),
-            ended=statuses.count(SequenceStatus.FINISHED),
-            queue_tokens=sum(seq.num_waiting_tokens for seq in self._sequences.values()),
-            blocks=self.pool.counts,
-            held_back=self._room.held_back,
-            preempted=statuses.count(SequenceStatus.PREEMPTED),
-            preemptions=self._room.preemptions,
-        )
+        """A snapshot of now."""
+        return read_gauges(self._sequences.values(), self.pool, self._room)
 
     def check(self) -> None:
         """Assert the invariants: cheap enough to run whenever the engine idles."""
-        in_flight = [row.seq_id for plan in self._in_flight for row in plan.sequences]
-        for seq_id, seq in self._sequences.items():
-            assert seq.steps_in_flight == in_flight.count(seq_id), f"{seq_id}: steps in flight miscounted"
-            assert seq.num_placeholders <= self.config.depth + 1, f"{seq_id}: too many placeholders"
-            assert seq.num_confirmed_tokens <= seq.num_computed_tokens <= seq.spec.num_slots
-            assert not any(seq.missing_blocks(seq.num_computed_tokens)), f"{seq_id}: computes beyond its blocks"
-            assert not (seq.leaving and not seq.steps_in_flight), f"{seq_id}: nothing keeps it from leaving"
-            assert not (seq.preempted and (any(map(len, seq.tables)) or seq.steps_in_flight or seq.num_placeholders))
-            assert not seq.may_be_freed, f"{seq_id}: over, but its blocks are held"
-            assert not (seq.finish and seq.num_placeholders), f"{seq_id}: over, but it waits for tokens"
-        for row in (row for plan in self._in_flight for row in plan.sequences):
-            assert row.seq_id in self._sequences, f"{row.seq_id}: blocks freed under a step in flight"
-        for group, pool in enumerate(self.pool.groups):
-            references = [0] * pool.num_blocks
-            for seq in self._sequences.values():
-                for block_id in seq.tables[group].block_ids:
-                    references[block_id] += 1
-            pool.check(references)
+        require_sound(self._sequences, self._in_flight, self.pool, self.config.depth)
 
     # ------------------------------------------------------------------------------------- parts
 
     def _num_live(self) -> int:
         return sum(1 for seq in self._sequences.values() if not seq.finish)
-
-    def _prompt_budget(self, most: int, decodes: Seq[ScheduledSequence], wants: Seq[PrefillWant]) -> int:
-        if not (wants and decodes):
-            return most
-        context = sum(row.start + 1 for row in decodes)
-        start = max(self._sequences[want.seq_id].num_computed_tokens for want in wants)
-        target = self.config.itl_target
-        return prompt_budget(self.step_model, target, most, len(decodes), len(wants), context, start)
 
     def _oldest(self, step: int) -> StepPlan:
         if not self._in_flight or self._in_flight[0].step != step:
@@ -452,7 +320,7 @@ class Batcher:
         elif not seq.finish:
             seq.num_confirmed_tokens = row.start + len(row.token_ids)
             if self._followers:
-                self._lend(seq)
+                self._followers.serve(seq)
             first_seq, taken = seq.num_output_tokens, seq.append(sampled)
             if logprobs:
                 scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
@@ -506,65 +374,4 @@ class Batcher:
     def _let_go(self, seq: Sequence) -> None:
         if self._room.let_go(seq):
             del self._sequences[seq.spec.seq_id]
-            for follower in self._followers.pop(seq.spec.seq_id, ()):
-                follower.waits_for = ""  # it computes the prompt itself
-
-    def _leader_of(self, spec: SequenceSpec) -> str | None:
-        """The sequence that is still to compute the prompt of one that follows it."""
-        leader = self._sequences.get(spec.follows)
-        if (
-            leader is None
-            or spec.num_scored
-            or leader.finish
-            or leader.num_confirmed_tokens >= num_lent(self.pool, spec)
-        ):
-            return None
-        return spec.follows
-
-    def _lend(self, leader: Sequence) -> None:
-        followers = self._followers.get(leader.spec.seq_id)
-        if followers and self._room.lend(leader, followers):
-            del self._followers[leader.spec.seq_id]
-
-    def _allowed(self, now: float) -> Collection[str]:
-        """Who may run by the batching policy."""
-        live = {i for i, seq in self._sequences.items() if not (seq.finish or seq.spec.compute_only)}
-        ready = [i for i in self._sequences if i in live and not self._sequences[i].awaiting_kv]
-        return frozenset(self._policy.admit(ready, live, now))
-
-    def _zero_tail(self, seq: Sequence) -> None:
-        """A partly filled block travels whole: what lies behind its last token must be nobody's."""
-        for group, table in enumerate(seq.tables):
-            if len(seq.tokens) % table.block_size and table.own:
-                block = (group, table.block_ids[-1])
-                self._to_zero.append(block)
-                self._zeroing[block] = seq.spec.seq_id
-                seq.cleaning += 1
-
-
-class _Lazily:
-    """Who may run by the batching policy: found when somebody asks, which in most steps nobody does."""
-
-    def __init__(self, find: Callable[[float], Collection[str]], now: float) -> None:
-        self._find, self._now = find, now
-        self._found: Collection[str] | None = None
-
-    def __call__(self) -> Collection[str]:
-        if self._found is None:
-            self._found = self._find(self._now)
-        return self._found
-
-
-def _chunk(seq: Sequence, most: int) -> int:
-    """Most tokens of a sequence in a step: rows that are scored make logits, which take memory."""
-    return min(most, SCORED_CHUNK) if seq.spec.num_scored else most
-
-
-def _require_fit(plan: StepPlan, output: StepOutput) -> None:
-    """Raises ValueError when a sequence that samples lacks its tokens; one with bad rows need not have any."""
-    if len(output.sampled) != len(plan.sequences):
-        raise ValueError(f"step {plan.step}: the output has {len(output.sampled)} of {len(plan.sequences)} sequences")
-    for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
-        wanted = row.num_sampled
-        if len(sampled) != wanted and i not in output.bad_rows:
-            raise ValueError(f"step {plan.step}: {len(sampled)} tokens where {wanted} were to be sampled")
+            self._followers.leader_gone(seq.spec.seq_id)

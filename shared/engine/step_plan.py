@@ -62,3 +62,13 @@ class StepOutput:
     logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     """Per index of a sequence that asked: of its scored tokens, then of those sampled."""
     stuck: frozenset[int] = frozenset()  # those of bad_rows whose logits were sound, and whose grammar ended them
+
+
+def require_fit(plan: StepPlan, output: StepOutput) -> None:
+    """Raises ValueError when a sequence that samples lacks its tokens; one with bad rows need not have any."""
+    if len(output.sampled) != len(plan.sequences):
+        raise ValueError(f"step {plan.step}: the output has {len(output.sampled)} of {len(plan.sequences)} sequences")
+    for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
+        wanted = row.num_sampled
+        if len(sampled) != wanted and i not in output.bad_rows:
+            raise ValueError(f"step {plan.step}: {len(sampled)} tokens where {wanted} were to be sampled")

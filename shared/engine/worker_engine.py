@@ -20,7 +20,8 @@ from typing import Protocol
 from shared.contracts.errors import InvalidInput, SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import ItlTarget, StepModel
-from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.batcher import Batcher
+from shared.engine.batcher_config import BatcherConfig
 from shared.engine.batching_policy import Batching
 from shared.engine.calibration import Calibration, timed_alone
 from shared.engine.core_share import CoreShare, open_share

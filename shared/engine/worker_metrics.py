@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from shared.contracts.errors import BatonError, Cancelled, ContextExceeded, Forbidden, from_wire
 from shared.contracts.messages import Refusal
-from shared.engine.batcher import Gauges
+from shared.engine.batcher_gauges import Gauges
 from shared.engine.step_time import StepObservation
 from shared.engine.worker_engine import WorkerEngine
 from shared.kv.block_pool import BlockCounts

@@ -32,7 +32,8 @@ from shared.contracts.errors import BatonError, Unavailable
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import Replay, SchedulerBeat, WorkerBeat
 from shared.contracts.parts import AttemptProgress
-from shared.engine.batcher import Batcher, Gauges
+from shared.engine.batcher import Batcher
+from shared.engine.batcher_gauges import Gauges
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, boot_id, host_name
 from shared.engine.worker_fences import Fences

@@ -36,7 +36,8 @@ from torch import Tensor
 from shared.contracts.attempt import Attempt
 from shared.contracts.ids import BlockTag, Dispatch, Epoch, RequestId, TenantId, WorkerId
 from shared.contracts.sampling import SamplingParams
-from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.batcher import Batcher
+from shared.engine.batcher_config import BatcherConfig
 from shared.engine.batching_policy import BATCHING, Batching
 from shared.engine.engine import Engine
 from shared.engine.model_runner import ModelRunner

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shared.contracts.ids import BlockTag, TenantId
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum
-from shared.engine.batcher import Batcher, BatcherConfig, NoSlot
+from shared.engine.batcher import Batcher, NoSlot
+from shared.engine.batcher_config import BatcherConfig
 from shared.engine.block_room import NeverFits, NoBlocks
 from shared.engine.sequence import Sequence
 from shared.engine.sequence_spec import SequenceSpec

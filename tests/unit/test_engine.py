@@ -383,7 +383,7 @@ def test_blocks_whose_zeroing_was_launched_are_held_until_it_has_ended(launcher:
     launcher.runner.open.clear()
     launcher.call(lambda b: b.reserve(make_spec("a", prompt=6, compute_only=True)))
     assert launcher.runner.launched.acquire(timeout=WAIT_S)  # type: ignore[attr-defined]
-    assert launcher.call(lambda b: len(b._zeroing)) == 1
+    assert launcher.call(lambda b: b._sequences["a"].cleaning) == 1
     launcher.runner.open.set()
     assert launcher.wait_ends(1) == {"a": "computed"}
     assert launcher.runner.log == ["zero 1", "step 1"]

@@ -14,7 +14,8 @@ import torch
 
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
-from shared.engine.batcher import STUCK, Batcher, BatcherConfig
+from shared.engine.batcher import STUCK, Batcher
+from shared.engine.batcher_config import BatcherConfig
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import ERROR, SequenceUpdate

@@ -9,7 +9,8 @@ import pytest
 
 from shared.contracts.parts import ItlTarget
 from shared.contracts.sampling import SamplingParams
-from shared.engine.batcher import Batcher, BatcherConfig
+from shared.engine.batcher import Batcher
+from shared.engine.batcher_config import BatcherConfig
 from shared.engine.prompt_budget import AUTO_TARGET, LEAST, NO_TARGET, prompt_budget, step_limit_s
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.step_plan import StepOutput, StepPlan

@@ -9,7 +9,7 @@ import pytest
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import ItlTarget
-from shared.engine.batcher import BatcherConfig
+from shared.engine.batcher_config import BatcherConfig
 from shared.engine.cores import usable_cores
 from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 from shared.engine.worker_engine import open_worker_engine

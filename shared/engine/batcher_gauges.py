@@ -1,0 +1,39 @@
+"""What a batcher holds and what waits in it, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shared.engine.block_room import BlockRoom
+from shared.engine.sequence import Sequence, SequenceStatus
+from shared.kv.block_pool import BlockCounts, BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """A snapshot for beats and metrics."""
+
+    running: int
+    waiting: int
+    ended: int  # finished, blocks still held
+    queue_tokens: int  # prompt tokens to compute here that are not yet planned
+    blocks: tuple[BlockCounts, ...]  # one per layer group
+    held_back: tuple[int, ...]  # available blocks that no newcomer gets, per layer group
+    preempted: int  # those waiting for room, among `waiting`
+    preemptions: int  # so far
+
+
+def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoom) -> Gauges:
+    """Of the sequences held, in the blocks of `pool`."""
+    statuses = [seq.status for seq in sequences]
+    return Gauges(
+        running=statuses.count(SequenceStatus.RUNNING),
+        waiting=statuses.count(SequenceStatus.WAITING) + statuses.count(SequenceStatus.PREEMPTED),
+        ended=statuses.count(SequenceStatus.FINISHED),
+        queue_tokens=sum(seq.num_waiting_tokens for seq in sequences),
+        blocks=pool.counts,
+        held_back=room.held_back,
+        preempted=statuses.count(SequenceStatus.PREEMPTED),
+        preemptions=room.preemptions,
+    )

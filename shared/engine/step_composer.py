@@ -1,0 +1,127 @@
+"""Which tokens of which sequences a step computes: decodes first, then prompts within what the target leaves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
+
+from shared.engine.batcher_config import BatcherConfig
+from shared.engine.batching_policy import make_policy
+from shared.engine.block_room import BlockRoom, may_run, urgency
+from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
+from shared.engine.prompt_budget import prompt_budget
+from shared.engine.sequence import Sequence
+from shared.engine.step_plan import ScheduledSequence
+from shared.engine.step_time import StepTimeModel
+
+SCORED_CHUNK = 64
+"""Most prompt tokens in a step of a sequence that wants their log-probabilities."""
+
+
+class StepComposer:
+    """Admission of a batcher's sequences into its steps.
+
+    Args:
+        sequences: the batcher's own, in order of arrival.
+    """
+
+    def __init__(self, config: BatcherConfig, room: BlockRoom, sequences: Mapping[str, Sequence]) -> None:
+        self._config = config
+        self._room = room
+        self._sequences = sequences
+        self._fair = DeficitRoundRobin(config.quantum)
+        size = min(config.batch_size, config.max_num_seqs)
+        self._policy = make_policy(config.batching, size, config.batch_window_s)
+
+    def compose(self, model: StepTimeModel, now: float) -> list[ScheduledSequence]:
+        """The rows of the next step, their sequences advanced; none when nothing can run.
+
+        Sequences one token behind come first, one row each, the most urgent class and the oldest before others; then
+        chunks of prompts, shared out among tenants. Preempted sequences get their blocks back before, where there is
+        room.
+
+        Args:
+            now: seconds on a monotonic clock.
+        """
+        allowed = _Lazily(self._allowed, now)
+        if self._room.has_homeless:
+            self._room.let_return(allowed())
+        ids = None if self._policy.admits_all else allowed()
+        decodes, behind = list[Sequence](), list[tuple[Sequence, int]]()
+        for seq in self._sequences.values():
+            count = seq.num_pending_tokens
+            if count and (ids is None or may_run(seq, ids)):
+                if count == 1:
+                    decodes.append(seq)
+                else:
+                    behind.append((seq, count))
+        scheduled = self._schedule_decodes(decodes, allowed, now)
+        # taking blocks for those may have ended the turn of others
+        behind = [(seq, count) for seq, count in behind if seq.num_pending_tokens]
+        if behind or self._fair.saves:
+            scheduled += self._schedule_prompts(behind, scheduled, model, now)
+        return scheduled
+
+    def wait_s(self, now: float) -> float:
+        """See `Batcher.wait_s`."""
+        return self._policy.wait_s(now)
+
+    def _schedule_decodes(self, seqs: list[Sequence], allowed: _Lazily, now: float) -> list[ScheduledSequence]:
+        seqs.sort(key=urgency)
+        scheduled = []
+        for seq in seqs:
+            if not seq.covers(seq.num_computed_tokens + 1):
+                # its turn may not come: one before may have needed its blocks, or nobody has any for it
+                if seq.num_pending_tokens != 1 or not self._room.grows(seq, allowed()):
+                    continue
+            elif seq.leaving or seq.preempted:
+                continue
+            scheduled.append(seq.schedule(1, now))
+        return scheduled
+
+    def _schedule_prompts(
+        self, behind: Seq[tuple[Sequence, int]], decodes: Seq[ScheduledSequence], model: StepTimeModel, now: float
+    ) -> list[ScheduledSequence]:
+        config = self._config
+        budget = config.token_budget if decodes else max(config.token_budget, config.lone_token_budget)
+        chunk_size = config.chunk_size or budget
+        wants = [
+            PrefillWant(seq.spec.seq_id, seq.spec.tenant, seq.spec.weight, min(count, _chunk(seq, chunk_size)))
+            for seq, count in behind
+        ]
+        shares = self._fair.share(wants, self._prompt_budget(model, budget - len(decodes), decodes, wants))
+        return [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
+
+    def _prompt_budget(
+        self, model: StepTimeModel, most: int, decodes: Seq[ScheduledSequence], wants: Seq[PrefillWant]
+    ) -> int:
+        if not (wants and decodes):
+            return most
+        context = sum(row.start + 1 for row in decodes)
+        start = max(self._sequences[want.seq_id].num_computed_tokens for want in wants)
+        target = self._config.itl_target
+        return prompt_budget(model, target, most, len(decodes), len(wants), context, start)
+
+    def _allowed(self, now: float) -> Collection[str]:
+        """Who may run by the batching policy."""
+        live = {i for i, seq in self._sequences.items() if not (seq.finish or seq.spec.compute_only)}
+        ready = [i for i in self._sequences if i in live and not self._sequences[i].awaiting_kv]
+        return frozenset(self._policy.admit(ready, live, now))
+
+
+class _Lazily:
+    """Who may run by the batching policy: found when somebody asks, which in most steps nobody does."""
+
+    def __init__(self, find: Callable[[float], Collection[str]], now: float) -> None:
+        self._find, self._now = find, now
+        self._found: Collection[str] | None = None
+
+    def __call__(self) -> Collection[str]:
+        if self._found is None:
+            self._found = self._find(self._now)
+        return self._found
+
+
+def _chunk(seq: Sequence, most: int) -> int:
+    """Most tokens of a sequence in a step: rows that are scored make logits, which take memory."""
+    return min(most, SCORED_CHUNK) if seq.spec.num_scored else most
