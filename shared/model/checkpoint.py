@@ -77,10 +77,14 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, Path]:
             twice, not part of the model, or not of the shape the configuration says. Names file and tensor.
     """
     where: dict[str, Path] = {}
+    tensors = list(_tensors(folder))
+    if config.num_layers > len(tensors):  # told before a stranger's number is counted up to
+        told = f"num_hidden_layers is {config.num_layers}, where the files hold {len(tensors)} tensors"
+        raise SettingsError(f"{folder / 'config.json'}: {told}", param="num_hidden_layers")
     expected = expected_shapes(config)
     if config.tied_embeddings:
         expected[HEAD] = expected[EMBEDDING]
-    for path, name, shape, dtype in _tensors(folder):
+    for path, name, shape, dtype in tensors:
         if name in where:
             raise SettingsError(f"{path}: {name}: is also in {where[name].name}", param=name)
         where[name] = path

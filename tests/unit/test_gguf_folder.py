@@ -231,6 +231,16 @@ def test_parts_that_do_not_fit_are_named(q4_1: tuple[Path, dict[str, np.ndarray]
     refused(r"embed_tokens\.weight\.scales: is not part", {f"{EMBEDDING}.scales": torch.zeros(8, 2)})
 
 
+def test_more_layers_than_tensors_are_told_before_anybody_counts_to_them(
+    q4_1: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(q4_1[0], tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**32 - 1}))
+    with pytest.raises(SettingsError, match=r"config\.json: num_hidden_layers is 4294967295, where the files hold"):
+        check_model_folder(folder)
+
+
 def test_a_stack_is_told_the_folder(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", Q4_1)
     env = {"BATON_CACHE": str(tmp_path / "cache")}
