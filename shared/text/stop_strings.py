@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shared.contracts.errors import InvalidInput
 
@@ -42,7 +43,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
             raise InvalidInput("a stop string must not be empty", param="stop")
-        self._automaton = _Automaton(stops)
+        self._automaton = _automaton(tuple(stops))
         self._state = 0
         self.match: StopMatch | None = None
 
@@ -134,3 +135,9 @@ class _Automaton:
                 if not self.match[child]:
                     self.match[child] = self.match[self.fail[child]]
                 queue.append(child)
+
+
+@lru_cache(maxsize=8)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """The automaton of some stop strings; built, it never changes, so the choices of a request share it."""
+    return _Automaton(stops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -106,3 +107,18 @@ def test_cost_is_linear_in_the_text() -> None:
     matcher.push(100_000, "c")
     assert matcher.match is None
     assert time.perf_counter() - started < 3.0
+
+
+def test_outputs_with_the_same_stop_strings_share_what_is_large() -> None:
+    stops = [f"{i:04d}" * 256 for i in range(4)]
+    StopStrings(stops)
+    tracemalloc.start()
+    try:
+        kept = [StopStrings(stops) for _ in range(128)]
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 1_000_000
+    assert kept[0].push(0, "x" + stops[0]) == "x"
+    assert kept[1].match is None
+    assert kept[1].push(0, "y") == "y"
