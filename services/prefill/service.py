@@ -11,11 +11,9 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
-from opentelemetry import trace
-from opentelemetry.context import Context
-
+from services.prefill.admission import as_refusal, require_sane
+from services.prefill.run import Run
 from services.prefill.source_table import SourceTable
 from shared.bus.bus import Delivery, Subscription
 from shared.contracts import messages as m
@@ -25,11 +23,8 @@ from shared.contracts.errors import (
     WORKER_STOPPING,
     BatonError,
     Conflict,
-    ContextExceeded,
-    Forbidden,
     Internal,
     Overloaded,
-    ProtocolError,
     to_wire,
 )
 from shared.contracts.grants import Grant, SignedGrant
@@ -38,7 +33,7 @@ from shared.contracts.parts import AttemptProgress, BlockRef
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import unpack_tokens
 from shared.engine.batcher import Reservation
-from shared.engine.block_room import NeverFits, ReservationRefused
+from shared.engine.block_room import NeverFits
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import ERROR, SequenceUpdate
 from shared.engine.worker_fences import Fences
@@ -55,22 +50,6 @@ NO_SAMPLING = SamplingParams(max_tokens=1)
 LEASE_ENDS = ("lease", "decode_died", "decode_restarted")
 """Why a source is freed when its decode worker no longer renews it."""
 VerifyGrant = Callable[[SignedGrant], Grant]
-
-
-@dataclass(slots=True)
-class Run:
-    """One hand-off in the making."""
-
-    seq_id: str
-    source: Source
-    context: Context
-    span: trace.Span
-    started_at: float
-    reservation: Reservation | None = None
-    computed: int = 0
-    chunks: int = 0
-    naming: bool = False  # digests are being computed in the digest thread
-    ended: bool = False  # computed; its blocks wait to be pulled
 
 
 class PrefillWorker:
@@ -137,7 +116,7 @@ class PrefillWorker:
         token_ids = tuple(unpack_tokens(message.token_ids))
         try:
             grant = self._verify(message.grant)
-            _require_sane(message, grant, token_ids, self.shell.core.facts.max_positions)
+            require_sane(message, grant, token_ids, self.shell.core.facts.max_positions)
         except BatonError as exc:
             return m.Refusal(error=to_wire(exc), never=True)
         if self.shell.draining:
@@ -174,7 +153,7 @@ class PrefillWorker:
         except Exception as exc:
             self.table.withdraw(message.attempt)
             self._drop(run, "refused")
-            return m.Refusal(error=to_wire(_as_refusal(exc)), never=isinstance(exc, NeverFits))
+            return m.Refusal(error=to_wire(as_refusal(exc)), never=isinstance(exc, NeverFits))
         self.shell.changed()
         self.shell.metrics.inc(names.PREFIX_QUERIES, len(token_ids))
         self.shell.metrics.inc(names.PREFIX_HITS, run.reservation.num_cached_tokens)
@@ -358,20 +337,7 @@ class PrefillWorker:
             self.shell.metrics.inc(names.LEASE_LOSSES, holder="decode")
 
     def _end_span(self, run: Run) -> None:
-        if not run.span.is_recording():
-            return
-        run.span.set_attributes(
-            {
-                a.PROMPT_TOKENS: run.source.num_tokens,
-                a.CACHED_TOKENS: run.reservation.num_cached_tokens if run.reservation is not None else 0,
-                a.CHUNKS: run.chunks,
-                a.COMPUTED_TOKENS: run.computed,
-                a.PREFILL_S: self.shell.clock() - run.started_at,
-                a.WORKER: str(self.shell.worker),
-                a.FAKE: self.shell.core.facts.fake,
-            }
-        )
-        run.span.end()
+        run.end_span(self.shell.clock(), self.shell.worker, fake=self.shell.core.facts.fake)
 
 
 def _refs(
@@ -382,28 +348,3 @@ def _refs(
     for (group, block_id, generation, _), digest in zip(blocks, digests, strict=True):
         named[group].append(BlockRef(block_id, BlockGeneration(generation), digest))
     return named
-
-
-def _as_refusal(exc: Exception) -> BatonError:
-    if isinstance(exc, BatonError):
-        return exc
-    if isinstance(exc, ReservationRefused):
-        return Overloaded(str(exc), retry_after_s=0.5, code=type(exc).__name__)
-    log.error("a run could not begin: %s", exc, exc_info=exc)
-    return Internal("the run could not begin")
-
-
-def _require_sane(message: m.PrefillRun, grant: Grant, token_ids: tuple[int, ...], max_positions: int) -> None:
-    """Refuse what no waiting can make right; in a step it would take its neighbours along.
-
-    Raises:
-        Forbidden: the grant is another request's.
-        ProtocolError: there is nothing to compute.
-        ContextExceeded: the prompt does not fit the model's context.
-    """
-    if grant.request_id != message.attempt.request_id:
-        raise Forbidden("the grant is another request's", code="grant_invalid")
-    if not 0 <= message.first_token < len(token_ids):
-        raise ProtocolError(f"nothing to compute of {len(token_ids)} tokens from {message.first_token} on")
-    if len(token_ids) >= max_positions:
-        raise ContextExceeded(f"{len(token_ids)} tokens and one more exceed the context of {max_positions}")

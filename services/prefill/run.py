@@ -1,0 +1,46 @@
+"""One hand-off in the making, as its prefill worker sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from shared.contracts.ids import WorkerId
+from shared.engine.batcher import Reservation
+from shared.kv.handoff import Source
+from shared.telemetry import attributes as a
+
+
+@dataclass(slots=True)
+class Run:
+    """One hand-off in the making."""
+
+    seq_id: str
+    source: Source
+    context: Context
+    span: trace.Span
+    started_at: float
+    reservation: Reservation | None = None
+    computed: int = 0
+    chunks: int = 0
+    naming: bool = False  # digests are being computed in the digest thread
+    ended: bool = False  # computed; its blocks wait to be pulled
+
+    def end_span(self, now: float, worker: WorkerId, *, fake: bool) -> None:
+        """End the span, once, with what is known of the run."""
+        if not self.span.is_recording():
+            return
+        self.span.set_attributes(
+            {
+                a.PROMPT_TOKENS: self.source.num_tokens,
+                a.CACHED_TOKENS: self.reservation.num_cached_tokens if self.reservation is not None else 0,
+                a.CHUNKS: self.chunks,
+                a.COMPUTED_TOKENS: self.computed,
+                a.PREFILL_S: now - self.started_at,
+                a.WORKER: str(worker),
+                a.FAKE: fake,
+            }
+        )
+        self.span.end()
