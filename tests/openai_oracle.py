@@ -41,6 +41,7 @@ SCHEMAS = {
     "/v1/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
     "/v1/completions": ("CreateCompletionResponse", "CreateCompletionResponse"),
     "/v1/models": ("ListModelsResponse", ""),
+    "/v1/responses": ("Response", "ResponseStreamEvent"),
 }
 """Whole answer and stream event, by path."""
 
@@ -89,6 +90,8 @@ def _closed(schema: Any, name: str, path: str) -> Any:
         return [_closed(item, name, path) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    if (merged := _merged(schema)) is not None:
+        return _closed(merged, name, path)
     closed = {
         key: _closed(value, name, f"{path}.items" if key == "items" else path)
         for key, value in schema.items()
@@ -102,6 +105,35 @@ def _closed(schema: Any, name: str, path: str) -> Any:
             closed.setdefault("additionalProperties", False)
     # as OpenAPI 3.0 said it; this document is of both kinds
     return {"anyOf": [closed, {"type": "null"}]} if closed.pop("nullable", False) else closed
+
+
+def _merged(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """An `allOf` of objects as one object, which alone can be closed; None for another schema."""
+    if "$ref" in schema:
+        schema = document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    parts = [_merged(part) or _plain_object(part) for part in schema.get("allOf", ())]
+    if not parts or not all(parts):
+        return None
+    found: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
+    for part in parts:
+        assert part is not None
+        found["properties"] |= part["properties"]
+        found["required"] += part.get("required", [])
+    return found
+
+
+def _plain_object(schema: dict[str, Any]) -> dict[str, Any] | None:
+    if "$ref" in schema:
+        schema = document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return schema if isinstance(schema.get("properties"), dict) else None
+
+
+@functools.cache
+def event_schemas() -> dict[str, str]:
+    """The schemas of a response's events by their types."""
+    schemas = document()["components"]["schemas"]
+    names = _references(schemas["ResponseStreamEvent"])
+    return {schemas[name]["properties"]["type"]["enum"][0]: name for name in names}
 
 
 def faults(value: Any, name: str) -> list[str]:
@@ -134,7 +166,8 @@ def _check_stream(path: str, body: bytes) -> None:
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data: "), parse_constant=_no_constant)
-            found = faults(event, "ErrorResponse" if "error" in event else name)
+            own = event_schemas()[event["type"]] if name == "ResponseStreamEvent" and "type" in event else name
+            found = faults(event, "ErrorResponse" if "error" in event else own)
             assert not found, found
 
 

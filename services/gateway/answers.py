@@ -10,10 +10,10 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.chunks import ChunkWriter, error_frame
+from services.gateway.dialect import CHUNKS, Dialect
 from services.gateway.errors import error_headers
 from shared.contracts.errors import BatonError, BodyTooLarge, Internal
-from shared.ingress.answer import Answered, logprobs_of, told_tier, whole_answer
+from shared.ingress.answer import Answered
 from shared.ingress.error_body import error_body
 
 SSE_HEADERS = {
@@ -56,11 +56,13 @@ class SessionResponse(Response):
     Args:
         session: started already.
         headers: added to every form of the answer.
+        dialect: how it is written.
     """
 
-    def __init__(self, session: Answered, headers: Mapping[str, str]) -> None:
+    def __init__(self, session: Answered, headers: Mapping[str, str], dialect: Dialect = CHUNKS) -> None:
         super().__init__()
         self._session = session
+        self._dialect = dialect
         self._extra = dict(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,36 +88,31 @@ class SessionResponse(Response):
 
     async def _whole(self) -> JSONResponse:
         try:
-            body = await whole_answer(self._session)
+            body = await self._dialect.whole(self._session)
         except BatonError as error:
             return error_response(error, self._extra)
-        self._session.sent(len(str(body)))
-        return JSONResponse(body, headers=self._extra)
+        response = JSONResponse(body, headers=self._extra)
+        self._session.sent(len(response.body))
+        return response
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session, plan = self._session, self._session.plan
+        session = self._session
         await session.wait()
         if session.end is not None and session.end.error is not None:
             await error_response(session.end.error, self._extra)(scope, receive, send)
             return
         headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**SSE_HEADERS, **self._extra}.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        writer = ChunkWriter(
-            plan.kind,
-            session.request_id,
-            plan.model,
-            session.created,
-            plan.include_usage,
-            logprobs_of(session),
-            told_tier(session),
-        )
-        body = b"".join(map(writer.role, range(session.num_choices)))
+        writer = self._dialect.writer(session)
+        body = writer.begin()
         while True:
-            body += b"".join(map(writer.piece, session.take()))
-            end = session.end
+            pieces, end = session.take(), session.end
+            for piece in pieces:
+                body += writer.piece(piece)
+                if len(piece.tokens) > MANY_SCORES:
+                    await asyncio.sleep(0)  # others' turn
             if end is not None:
-                timings = {"timings": session.timings()} if plan.timings else {}
-                body += writer.end(session.usage(), timings) if end.error is None else error_frame(end.error)
+                body += writer.end() if end.error is None else writer.failed(end.error)
             await send({"type": "http.response.body", "body": body, "more_body": end is None})
             session.sent(len(body))
             if end is not None:

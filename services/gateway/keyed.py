@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.answers import SessionResponse
+from services.gateway.dialect import CHUNKS, Dialect
 from services.gateway.keep_alive import kept_alive
 from services.gateway.keyed_answer import KeyedAnswer
 from services.gateway.keyed_run import Begun, KeyedRun
@@ -52,7 +53,14 @@ class Keyed:
         return await asyncio.to_thread(make_key, tenant, key_hash, request.url.path, request.headers, body)
 
     async def generate(
-        self, key: Key, plans_of: PlansOf, *, span: Span, arrived: float, headers: Mapping[str, str]
+        self,
+        key: Key,
+        plans_of: PlansOf,
+        *,
+        span: Span,
+        arrived: float,
+        headers: Mapping[str, str],
+        dialect: Dialect = CHUNKS,
     ) -> Response:
         """The answer to a request for tokens. Raises as `Once.enter`; the caller ends `span` then."""
         plan = plans_of(0)[0]  # what is wrong with it is told before there is a record
@@ -77,7 +85,7 @@ class Keyed:
                 if not first:
                     end_failed(own, as_baton_error(exc))
                 raise
-            return Begun(SessionResponse(answered, {}), answered)
+            return Begun(SessionResponse(answered, {}, dialect), answered)
 
         entry = await self.once.enter(key, begin)
         assert entry.state is not None

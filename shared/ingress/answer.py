@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +14,14 @@ from shared.ingress.request_group import RequestGroup
 from shared.ingress.session import Session
 from shared.tools.tool_stream import CallArguments, CallStart
 
+MANY_SCORES = 2000
+"""Scored tokens whose form takes some ten milliseconds; what has more is formed beside the event loop."""
+
 Answered = Session | RequestGroup
 
 
-async def whole_answer(answered: Answered) -> dict[str, Any]:
-    """The body of a request's answer, once it has ended. Raises the error it ended with."""
+async def whole_pieces(answered: Answered) -> list[list[Piece]]:
+    """What came of each choice, once the request has ended. Raises the error it ended with."""
     pieces: list[list[Piece]] = [[] for _ in range(answered.num_choices)]
     while True:
         await answered.wait()
@@ -26,9 +31,16 @@ async def whole_answer(answered: Answered) -> dict[str, Any]:
             break
     if answered.end.error is not None:
         raise answered.end.error
+    return pieces
+
+
+async def whole_answer(answered: Answered) -> dict[str, Any]:
+    """The body of a request's answer, once it has ended. Raises the error it ended with."""
+    pieces = await whole_pieces(answered)
     plan = answered.plan
-    form = logprobs_of(answered)
-    choices = [_choice(parts, form, answered.request_id) for parts in pieces]
+    make = partial(_choices, pieces, logprobs_of(answered), answered.request_id)
+    scores = sum(len(piece.tokens) for parts in pieces for piece in parts)
+    choices = await asyncio.to_thread(make) if scores > MANY_SCORES else make()
     extra = told_tier(answered) | ({"timings": answered.timings()} if plan.timings else {})
     return whole_body(plan.kind, answered.request_id, plan.model, answered.created, choices, answered.usage(), extra)
 
@@ -48,6 +60,10 @@ def told_tier(answered: Answered) -> dict[str, str]:
         return {}
     asked, urgent = answered.plan.tier == "priority", answered.klass == "interactive"
     return {"service_tier": ("priority" if asked else "default") if urgent else "flex"}
+
+
+def _choices(pieces: Sequence[list[Piece]], form: FormLogprobs | None, request_id: str) -> list[Choice]:
+    return [_choice(parts, form, request_id) for parts in pieces]
 
 
 def _choice(parts: list[Piece], form: FormLogprobs | None, request_id: str) -> Choice:

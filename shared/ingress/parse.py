@@ -35,7 +35,7 @@ def parse_chat(body: bytes) -> ChatRequest:
             _message(message, f"messages.{index}.") if isinstance(message, dict) else message
             for index, message in enumerate(messages)
         ]
-    request = _validated(ChatRequest, fields)
+    request = validated(ChatRequest, fields)
     for index, message in enumerate(request.messages):
         if (fault := message.fault) is not None:
             param = f"messages.{index}.{fault[0]}"
@@ -57,7 +57,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """The completion request in a body. Raises InvalidInput naming the field."""
-    request = _validated(CompletionRequest, drop_neutral(json_object(body), COMPLETIONS_NEUTRAL))
+    request = validated(CompletionRequest, drop_neutral(json_object(body), COMPLETIONS_NEUTRAL))
     if request.best_of is not None and request.best_of != request.choices:
         raise InvalidInput("best_of: only the value of n is supported", param="best_of")
     if request.choices * len(request.prompt) > MAX_CHOICES:
@@ -68,7 +68,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def parse_as(model: type[Model], body: bytes) -> Model:
     """A body that is a JSON object, as `model`. Raises InvalidInput naming the field."""
-    return _validated(model, json_object(body))
+    return validated(model, json_object(body))
 
 
 def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
@@ -117,16 +117,17 @@ def _reason(exc: ValueError | RecursionError) -> str:
     return "nested too deeply" if isinstance(exc, RecursionError) else "not UTF-8 text, or a number is too long"
 
 
-def _validated(model: type[Model], fields: dict[str, Any]) -> Model:
+def validated(model: type[Model], fields: dict[str, Any], where: tuple[Any, ...] = ()) -> Model:
+    """`fields` as `model`; `where` they stand in the body. Raises InvalidInput naming the field."""
     for name in fields:
         if name not in model.model_fields:  # the library would make an error of every one, of a million too
-            param = param_name((name,))
+            param = param_name((*where, name))
             raise InvalidInput(f"{param}: unknown parameter", param=param, code="unknown_parameter")
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
         fault = exc.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = param_name(tuple(part for part in fault["loc"]))
+    param = param_name((*where, *fault["loc"]))
     message = {
         "extra_forbidden": "unknown parameter",
         "missing": "is required",

@@ -29,7 +29,7 @@ SHORT_BODY_BYTES = 64 * 1024
 SHORT_TEXT_CHARS = 512
 """So much plain text is tokenized at once, in some ten microseconds: going to a thread and back takes three hundred."""
 
-Request = TypeVar("Request", bound=GenerationRequest)
+Parsed = TypeVar("Parsed")
 
 
 class PromptCodec:
@@ -64,7 +64,7 @@ class PromptCodec:
         self._max_chars = context * tokenizer.longest_token
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
-    async def parse(self, parse: Callable[[bytes], Request], body: bytes) -> Request:
+    async def parse(self, parse: Callable[[bytes], Parsed], body: bytes) -> Parsed:
         """`parse(body)`. Raises what it raises."""
         if len(body) <= SHORT_BODY_BYTES:
             return parse(body)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.ingress.error_body import unknown_model
-from shared.ingress.prompt_codec import PromptCodec, Request
+from shared.ingress.prompt_codec import Parsed, PromptCodec
 from shared.model.config import load_config
 from shared.model.fetch import cache_dir, default_model_dir
 from shared.model.generation import SamplingDefaults, load_sampling_defaults
@@ -78,7 +78,7 @@ class ServedModels:
             raise unknown_model([model.name for model in found])
         return model
 
-    async def parse(self, parse: Callable[[bytes], Request], body: bytes) -> Request:
+    async def parse(self, parse: Callable[[bytes], Parsed], body: bytes) -> Parsed:
         """`parse(body)`, which finds out the model: the first one's threads do it. Raises what it raises."""
         return await next(iter(self)).codec.parse(parse, body)
 

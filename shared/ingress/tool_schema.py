@@ -45,6 +45,9 @@ def _arguments(text: str) -> str:
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)]
+Arguments = Annotated[str, AfterValidator(_arguments)]
+ToolSchema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]
 
 
 class Function(Strict):
@@ -52,7 +55,7 @@ class Function(Strict):
 
     name: FunctionName
     description: Annotated[str, AfterValidator(encodable)] | None = None
-    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_schema)] = None
+    parameters: ToolSchema = None
     strict: bool | None = None
 
 
@@ -92,13 +95,13 @@ class CalledFunction(Strict):
     """A call as it was made."""
 
     name: FunctionName
-    arguments: Annotated[str, AfterValidator(_arguments)]
+    arguments: Arguments
 
 
 class ToolCall(Strict):
     """A call in an assistant's message."""
 
-    id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)]
+    id: CallId
     type: Literal["function"] = "function"
     function: Annotated[CalledFunction, _without("parsed_arguments")]
 
