@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.dialect import CHUNKS, Dialect
 from services.gateway.errors import error_headers
 from shared.contracts.errors import BatonError, BodyTooLarge, Internal
-from shared.ingress.answer import Answered
+from shared.ingress.answer import MANY_SCORES, Answered
 from shared.ingress.error_body import error_body
 
 SSE_HEADERS = {
