@@ -27,6 +27,7 @@ from services.gateway.auth import key_hash
 from services.gateway.batches import Batches
 from services.gateway.body import read_body
 from services.gateway.console_files import ConsoleFiles
+from services.gateway.dialect import CHUNKS, Dialect, ResponsesDialect
 from services.gateway.errors import http_body
 from services.gateway.files import Files
 from services.gateway.front import Front, with_cors
@@ -36,7 +37,7 @@ from services.gateway.observe import Observer
 from services.gateway.opening import open_plans
 from services.gateway.service import GatewayService
 from services.gateway.token_routes import TokenRoutes
-from shared.contracts.errors import BatonError, Cancelled
+from shared.contracts.errors import BatonError, Cancelled, InvalidInput
 from shared.contracts.messages import Identity
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.failed_span import end_failed
@@ -44,6 +45,7 @@ from shared.ingress.openai_schema import CompletionRequest, GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.request_metrics import count_refused
 from shared.ingress.request_plan import RequestPlan, make_plan
+from shared.ingress.responses_request import parse_responses
 from shared.ingress.served_models import ServedModel
 from shared.telemetry import attributes as a
 
@@ -61,7 +63,7 @@ NO_TELEMETRY: TelemetryConfig = {
 
 _TRACE_PARENT = TraceContextTextMapPropagator()
 
-Parse = Callable[[bytes], GenerationRequest]
+Parse = Callable[[bytes], tuple[GenerationRequest, Dialect]]
 
 
 class Door:
@@ -80,11 +82,15 @@ class Door:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        return await self._generate(request, "chat", parse_chat)
+        return await self._generate(request, "chat", lambda body: (parse_chat(body), CHUNKS))
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        return await self._generate(request, "completions", parse_completion)
+        return await self._generate(request, "completions", lambda body: (parse_completion(body), CHUNKS))
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses"""
+        return await self._generate(request, "responses", _parse_responses)
 
     async def _generate(self, request: Request, kind: str, parse: Parse) -> Response:
         arrived = time.monotonic()
@@ -122,29 +128,37 @@ class Door:
         length = request.headers.get("content-length")
         body = await read_body(request.stream(), length, config.max_body_bytes, config.body_timeout_s)
         span.set_attribute(a.BODY_BYTES, len(body))
-        parsed = await service.models.parse(parse, body)
+        parsed, dialect = await service.models.parse(parse, body)
         model = service.models.get(parsed.model, identity.models)
         span.set_attribute(a.MODEL, model.name)
-        plans_of = await self._plans(parsed, model, identity)
+        plans_of = await self._plans(parsed, model, identity, dialect)
         key = await self.keyed.key_of(request, identity.tenant, hashed, body)
         if key is not None:
-            return await self.keyed.generate(key, plans_of, span=span, arrived=arrived, headers=echo)
+            return await self.keyed.generate(key, plans_of, span=span, arrived=arrived, headers=echo, dialect=dialect)
         plans = plans_of(secrets.randbits(64))
         answered = await open_plans(service, plans, hashed, span=span, arrived=arrived)
         headers = {"x-request-id": answered.request_id} | echo
-        return kept_alive(SessionResponse(answered, headers), plans[0], config.keep_alive_s, headers)
+        return kept_alive(SessionResponse(answered, headers, dialect), plans[0], config.keep_alive_s, headers)
 
-    async def _plans(self, parsed: GenerationRequest, model: ServedModel, identity: Identity) -> PlansOf:
+    async def _plans(
+        self, parsed: GenerationRequest, model: ServedModel, identity: Identity, dialect: Dialect = CHUNKS
+    ) -> PlansOf:
         """Tokenized; what is wrong with the parameters the plans tell when they are made."""
         with self._service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
-            prompts = await model.codec.encode(parsed)
+            try:
+                prompts = await model.codec.encode(parsed)
+            except InvalidInput as error:
+                raise dialect.named(error) from error
             tokenize.set_attribute(a.PROMPT_TOKENS, sum(map(len, prompts)))
 
         def plans_of(seed: int) -> list[RequestPlan]:
-            return [
-                make_plan(parsed, prompt, model, identity=identity, seed=seed, number=number)
-                for number, prompt in enumerate(prompts)
-            ]
+            try:
+                return [
+                    make_plan(parsed, prompt, model, identity=identity, seed=seed, number=number)
+                    for number, prompt in enumerate(prompts)
+                ]
+            except InvalidInput as error:
+                raise dialect.named(error) from error
 
         return plans_of
 
@@ -213,6 +227,7 @@ def build_app(door: Door) -> ASGIApp:
     # plain routes: what FastAPI does for a handler's parameters costs every request, and these take the request alone
     app.add_route("/v1/chat/completions", door.chat, methods=["POST"])
     app.add_route("/v1/completions", door.completions, methods=["POST"])
+    app.add_route("/v1/responses", door.responses, methods=["POST"])
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/health", door.health, methods=["GET"])
@@ -228,6 +243,11 @@ def build_app(door: Door) -> ASGIApp:
     front = Front(app, door.service)
     origins = door.service.config.edge.origins
     return with_cors(front, origins) if origins else front
+
+
+def _parse_responses(body: bytes) -> tuple[GenerationRequest, Dialect]:
+    found = parse_responses(body)
+    return found.chat, ResponsesDialect(found.asked)
 
 
 async def _on_baton_error(request: Request, exc: Exception) -> Response:
