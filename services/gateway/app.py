@@ -34,6 +34,7 @@ from services.gateway.front import Front, with_cors
 from services.gateway.keep_alive import kept_alive
 from services.gateway.keyed import Keyed, PlansOf
 from services.gateway.observe import Observer
+from services.gateway.openapi import Description
 from services.gateway.opening import open_plans
 from services.gateway.service import GatewayService
 from services.gateway.token_routes import TokenRoutes
@@ -220,7 +221,7 @@ class Door:
 
 
 def build_app(door: Door) -> ASGIApp:
-    """The application behind its front. No generated documentation pages: they would be doors without a key."""
+    """The application behind its front. Its description is its own: FastAPI knows neither bodies nor answers."""
     app = FastAPI(
         title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
@@ -237,6 +238,7 @@ def build_app(door: Door) -> ASGIApp:
     door.observer.add_to(app)
     door.tokens.add_to(app)
     ConsoleFiles().add_to(app)
+    Description(door.service).add_to(app)
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)

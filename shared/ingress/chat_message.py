@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from shared.ingress.tool_schema import MAX_CALLS, ReturnedCall, Strict, encodable
 
@@ -28,11 +29,24 @@ def _content(value: Any) -> Any:
     return value
 
 
+class TextPart(TypedDict):
+    """A part of a content, for the API's description."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    type: Literal["text"]
+    text: str
+
+
+_ContentForm = str | Annotated[list[TextPart], Field(min_length=1)] | None
+_Content = BeforeValidator(_content, json_schema_input_type=_ContentForm)
+
+
 class ChatMessage(Strict):
     """One message. Content: text, or a list of text parts; an assistant's may be missing beside its calls."""
 
     role: Role
-    content: Annotated[str | list[dict[str, str]] | None, BeforeValidator(_content)] = None
+    content: Annotated[str | list[dict[str, str]] | None, _Content] = None
     tool_calls: Annotated[list[ReturnedCall] | None, Field(max_length=MAX_CALLS)] = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)] | None = None
     reasoning_content: Annotated[str, AfterValidator(encodable)] | None = None

@@ -150,6 +150,21 @@ def _metadata(value: Any) -> Any:
     return value
 
 
+# what the fields take, for the API's description: their validators read more forms than the one that is kept
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_StopForm = _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None
+_TokenId = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_StopIdsForm = Annotated[list[_TokenId], Field(max_length=MAX_STOP_IDS)] | None
+_BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+_BiasForm = Annotated[dict[_BiasKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[_TokenId], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_CHOICES)
+_PromptForm = _Text | _Ids | Annotated[list[_Text], _Several] | Annotated[list[_Ids], _Several]
+_MetadataForm = Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None
+
+
 class StreamOptions(Strict):
     """`include_usage`: one more chunk with the usage, before `[DONE]`."""
 
@@ -166,15 +181,15 @@ class _Generation(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=2**31 - 1)
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=_StopForm)] = ()
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_bias)] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_bias, json_schema_input_type=_BiasForm)] = ()
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    min_tokens: Annotated[int, BeforeValidator(_or_zero)] = Field(0, ge=0, le=2**31 - 1)
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_stop_ids)] = ()
+    min_tokens: Annotated[_Count, BeforeValidator(_or_zero, json_schema_input_type=_Count | None)] = 0
+    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_stop_ids, json_schema_input_type=_StopIdsForm)] = ()
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
@@ -182,7 +197,7 @@ class _Generation(Strict):
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata, json_schema_input_type=_MetadataForm)] = None
 
     @property
     def output_limit(self) -> int | None:
@@ -231,7 +246,7 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """POST /v1/completions. Prompts: each text, or token ids."""
 
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts, json_schema_input_type=_PromptForm)]
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
