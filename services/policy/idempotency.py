@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from shared.store.sealed import Sealer
 MAX_RECORDS = 10_000
 """Records a tenant may have at the same time."""
 FULL_RETRY_S = 60.0
+_HANDLE_HEX, _LIFE_HEX = 20, 12
+"""Digits of a request id that name the record, and those that tell its lives apart."""
 PARTS_AT_ONCE = 8
 """Parts in one answer, of at most `MAX_PART_BYTES` each."""
 MAX_PART_BYTES = 256 * 1024
-_REPLY_FIELDS = 7
+_REPLY_FIELDS = 8
 
 _LUA = Path(__file__).with_name("lua")
 _CLAIM, _WRITE = ((_LUA / f"idempotency_{name}.lua").read_text() for name in ("claim", "write"))
@@ -50,8 +53,10 @@ class IdempotencyRecords:
         ttl_s: how long one is kept after its last change, whole seconds.
         prefix: of every key; tests keep apart by it.
 
-    A record lies under its request id, which is a keyed hash of tenant and key: nobody can name a record without the
-    key, and one tenant's key leads nowhere in another's. All methods raise Unavailable when Redis does not answer.
+    A record lies under its handle, a keyed hash of tenant and key: nobody can name a record without the key, and one
+    tenant's key leads nowhere in another's. Its request id begins with the handle and goes on with what is another in
+    each of its lives: the ledger remembers a request for longer than a key, and bills each id once. All methods raise
+    Unavailable when Redis does not answer.
     """
 
     def __init__(self, redis: RedisStore, sealer: Sealer, ttl_s: int, prefix: str = "baton:policy") -> None:
@@ -60,9 +65,10 @@ class IdempotencyRecords:
         self._ttl_s = ttl_s
         self._prefix = prefix
 
-    def request_id(self, tenant: TenantId, name: bytes) -> RequestId:
-        """The id of the request that `name` stands for."""
-        return RequestId(f"req-{self._sealer.mark(tenant, f'idempotency:{name.hex()}')}")
+    def request_id(self, tenant: TenantId, ask: i.IdempotencyClaim) -> RequestId:
+        """The id of a request, if this claim makes its record."""
+        life = hashlib.blake2b(b"%d" % ask.seed, digest_size=_LIFE_HEX // 2).hexdigest()
+        return RequestId(f"req-{self._sealer.mark(tenant, f'idempotency:{ask.name.hex()}')[:_HANDLE_HEX]}{life}")
 
     async def claim(self, tenant: TenantId, ask: i.IdempotencyClaim, lost: IngressId | None = None) -> Found:
         """The record, claimed for the asker when nobody else runs it.
@@ -72,7 +78,7 @@ class IdempotencyRecords:
 
         Raises OtherBody, NotFound when there is none to resume, QuotaExceeded when the tenant has too many.
         """
-        request_id = self.request_id(tenant, ask.name)
+        request_id = self.request_id(tenant, ask)
         arguments: list[str | bytes | int] = [
             request_id,
             self._sealer.mark(tenant, f"body:{ask.body.hex()}"),
@@ -87,7 +93,7 @@ class IdempotencyRecords:
             MAX_RECORDS,
         ]
         reply = await self._redis.script(_CLAIM, self._keys(tenant, request_id), arguments)
-        return self._found(tenant, request_id, ask, reply)
+        return self._found(tenant, ask, reply)
 
     async def write(self, write: i.IdempotencyWrite) -> bool:
         """Keep more of a run. False: another run has the record.
@@ -119,10 +125,10 @@ class IdempotencyRecords:
 
     async def progress(self, tenant: TenantId, request_id: RequestId) -> Progress | None:
         """How far a request is; None when it has no record."""
-        names = ("owner", "state", "epoch", "prompt_tokens", "completion_tokens")
+        names = ("id", "owner", "state", "epoch", "prompt_tokens", "completion_tokens")
         key = self._keys(tenant, request_id)[0]
-        owner, state, *numbers = await self._redis.execute("HMGET", key, *names)
-        if owner is None:
+        made, owner, state, *numbers = await self._redis.execute("HMGET", key, *names)
+        if made is None or made.decode() != request_id:
             return None
         epoch, prompt, completion = (int(number or 0) for number in numbers)
         return Progress(IngressId(owner.decode()), state == b"running", epoch, prompt, completion)
@@ -136,7 +142,7 @@ class IdempotencyRecords:
             await self._redis.transaction([("UNLINK", record, parts), ("ZREM", index, request_id)])
         return len(ids)
 
-    def _found(self, tenant: TenantId, request_id: RequestId, ask: i.IdempotencyClaim, reply: Sequence[bytes]) -> Found:
+    def _found(self, tenant: TenantId, ask: i.IdempotencyClaim, reply: Sequence[bytes]) -> Found:
         outcome = reply[0].decode()
         if outcome == "other_body":
             raise OtherBody("this Idempotency-Key stands for another request", param="Idempotency-Key")
@@ -145,8 +151,8 @@ class IdempotencyRecords:
         if outcome == "full":
             message = f"you have {MAX_RECORDS} idempotency keys, the most there may be"
             raise QuotaExceeded(message, param="Idempotency-Key", retry_after_s=FULL_RETRY_S)
-        _, run, owner, seed, created, committed, held = reply[:_REPLY_FIELDS]
-        sealed = reply[_REPLY_FIELDS:]
+        _, run, owner, seed, created, committed, held, made = reply[:_REPLY_FIELDS]
+        sealed, request_id = reply[_REPLY_FIELDS:], RequestId(made.decode())
         first = ask.known_parts if ask.known_run == int(run) else 0
         place, unseal = _place(request_id, int(run)), self._sealer.unseal
         state = i.IdempotencyState(
@@ -166,7 +172,8 @@ class IdempotencyRecords:
         return f"{self._prefix}:{{{tenant}}}:{what}"
 
     def _keys(self, tenant: TenantId, request_id: RequestId) -> list[str]:
-        return [self._key(tenant, what) for what in (f"once:{request_id}", f"once-parts:{request_id}", "once")]
+        handle = request_id.removeprefix("req-")[:_HANDLE_HEX]
+        return [self._key(tenant, what) for what in (f"once:{handle}", f"once-parts:{handle}", "once")]
 
 
 def _place(request_id: RequestId, run: int) -> str:

@@ -267,3 +267,30 @@ async def test_a_request_taken_over_is_no_longer_the_dead_ones(store: Store) -> 
     await store.lost.sweep()
     assert await held(store) == 100
     assert not await store.accounts.row(T, mine.request_id)
+
+
+async def test_a_key_that_is_used_again_after_its_record_is_billed_again(store: Store) -> None:
+    def settle_of(mine: i.IdempotencyState) -> Settle:
+        grant = SignedGrant(b"", b"")
+        attempt = Attempt(mine.request_id, Epoch(1))
+        return Settle(attempt=attempt, grant=grant, prompt_tokens=10, completion_tokens=5, finish="stop")
+
+    for _ in range(2):
+        mine = await store.claim(A)
+        assert (mine.outcome, mine.run) == (i.YOURS, 1)
+        assert await store.write(mine, state=i.DONE, parts=(b"all",))
+        await store.accounts.settle(T, LIMITS, str(mine.request_id), settle_of(mine))
+        await store.kept.purge(T)
+    usage = await store.accounts.usage(T)
+    assert (usage["requests"], usage["completion_tokens"]) == ("2", "10")
+
+
+async def test_a_run_of_an_earlier_life_of_a_record_may_not_write(store: Store) -> None:
+    old = await store.claim(A)
+    await store.kept.purge(T)
+    new = await store.claim(A)
+    assert (old.run, new.run) == (1, 1)
+    assert not await store.write(old, state=i.DONE, parts=(b"old",))
+    assert await store.kept.progress(T, old.request_id) is None
+    assert await store.write(new, parts=(b"new",))
+    assert (await store.claim(B)).parts == (b"new",)

@@ -1,15 +1,15 @@
 -- The record of an Idempotency-Key: made, taken over, or only looked at.
 -- KEYS: record (hash), parts (list), index (sorted set: request id by expiry)
--- ARGV: request id, mark of the body, asker, seed, life (s), ingress that is known to be lost ('' = none), 1 to make
---       none, known run, known parts, most parts to answer, most records of the tenant
--- Returns {outcome, run, owner, seed, created (s), sealed committed tokens, number of parts, parts ...}
+-- ARGV: request id if this makes it, mark of the body, asker, seed, life (s), ingress that is known to be lost
+--       ('' = none), 1 to make none, known run, known parts, most parts to answer, most records of the tenant
+-- Returns {outcome, run, owner, seed, created (s), sealed committed tokens, number of parts, request id, parts ...}
 local now = tonumber(redis.call('TIME')[1])
 local found = redis.call('HMGET', KEYS[1], 'body', 'state', 'owner')
 
 local function record(outcome)
-  local is = redis.call('HMGET', KEYS[1], 'run', 'owner', 'seed', 'created', 'committed')
+  local is = redis.call('HMGET', KEYS[1], 'run', 'owner', 'seed', 'created', 'committed', 'id')
   local first = is[1] == ARGV[8] and tonumber(ARGV[9]) or 0
-  local answer = {outcome, is[1], is[2], is[3], is[4], is[5] or '', tostring(redis.call('LLEN', KEYS[2]))}
+  local answer = {outcome, is[1], is[2], is[3], is[4], is[5] or '', tostring(redis.call('LLEN', KEYS[2])), is[6]}
   for _, part in ipairs(redis.call('LRANGE', KEYS[2], first, first + tonumber(ARGV[10]) - 1)) do
     answer[#answer + 1] = part
   end
@@ -21,7 +21,7 @@ local function take()
   redis.call('HSET', KEYS[1], 'state', 'running', 'owner', ARGV[3])
   redis.call('HINCRBY', KEYS[1], 'run', 1)
   redis.call('EXPIRE', KEYS[1], ARGV[5])
-  redis.call('ZADD', KEYS[3], now + tonumber(ARGV[5]), ARGV[1])
+  redis.call('ZADD', KEYS[3], now + tonumber(ARGV[5]), redis.call('HGET', KEYS[1], 'id'))
   return record('yours')
 end
 
@@ -33,7 +33,7 @@ if not found[1] then
   if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then
     return {'full'}
   end
-  redis.call('HSET', KEYS[1], 'body', ARGV[2], 'seed', ARGV[4], 'created', now)
+  redis.call('HSET', KEYS[1], 'id', ARGV[1], 'body', ARGV[2], 'seed', ARGV[4], 'created', now)
   return take()
 end
 if found[1] ~= ARGV[2] then

@@ -2,8 +2,8 @@
 -- ARGV: request id, writer, run, state, life (s), number of the first part, sealed committed tokens, epoch,
 --       prompt tokens, completion tokens, parts ...
 -- Returns 1, 0 when another run has the record or it is gone, -1 when parts before the first one are missing.
-local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state')
-if found[1] ~= ARGV[2] or found[2] ~= ARGV[3] then
+local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state', 'id')
+if found[1] ~= ARGV[2] or found[2] ~= ARGV[3] or found[4] ~= ARGV[1] then
   return 0
 end
 if found[3] == 'done' then
