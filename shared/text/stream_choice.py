@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.contracts.parts import StreamRecord
+from shared.contracts.parts import StreamRecord, Totals
+from shared.contracts.tokens import completion_checksum
 
 MAX_PENDING = 1024
 """Records held per choice behind a gap; what is beyond comes with the replay."""
@@ -54,3 +55,14 @@ class ChoiceState:
         """Takes out the held record that has no gap before it any more."""
         first = min(self.pending, default=None)
         return None if first is None or first > len(self.committed) else self.pending.pop(first)
+
+    def agrees(self, first_seq: int, token_ids: list[int]) -> bool:
+        """False when tokens that came again, from number `first_seq` on, are others than those committed."""
+        known = len(self.committed) - first_seq
+        return not known or token_ids[:known] == self.committed[first_seq : first_seq + len(token_ids)]
+
+    def is_whole(self, num_tokens: int, totals: Totals) -> bool:
+        """True when the committed tokens are the worker's: as many, and the same by its checksum where it has one."""
+        if num_tokens != len(self.committed):
+            return False
+        return not totals.checksum or totals.checksum == completion_checksum(self.committed)

@@ -21,15 +21,15 @@ from shared.contracts.errors import (
     DeadlineExceeded,
     ErrorInfo,
     Internal,
-    Overloaded,
     Unavailable,
     from_wire,
 )
 from shared.contracts.ids import Dispatch, Epoch, RequestId, Term, WorkerId
 from shared.contracts.logprobs import cut_logprobs
 from shared.contracts.messages import Placed
-from shared.contracts.parts import ComputeRow, HeldAttempt, StreamRecord, Totals, sum_totals
-from shared.contracts.tokens import completion_checksum, unpack_tokens
+from shared.contracts.parts import HeldAttempt, StreamRecord, Totals
+from shared.contracts.tokens import unpack_tokens
+from shared.text.stream_account import ALL_CHOICES, StreamAccount
 from shared.text.stream_choice import MAX_PENDING, ChoiceState, StreamRules
 from shared.text.stream_effects import (
     AckFinal,
@@ -43,12 +43,12 @@ from shared.text.stream_effects import (
     SettleRequest,
     SubmitAttempt,
 )
+from shared.text.stream_submission import StreamSubmission
 
 FindStop = Callable[[int, int, Sequence[int]], int | None]
 """(choice, first_seq, new token ids) -> how many output tokens the choice keeps if a stop string is complete."""
 NO_TERM = Term(0)
 FIRST_EPOCH = Epoch(1)
-ALL_CHOICES = -1
 
 
 class StreamCommit:
@@ -93,24 +93,19 @@ class StreamCommit:
         self.settled = False
         self.totals = Totals()
         """The final's account, zeros before it came."""
-        self._prompt = list(prompt)
         self._choices = [ChoiceState() for _ in range(num_choices)]
-        self._arrived = arrived
         self._deadline = arrived + budget_s
         self._find_stop = find_stop
         self._rules = rules or StreamRules()
+        self._submission = StreamSubmission(prompt, arrived, self._rules)
         self._first_epoch = epoch
-        self._taken = False
         self._token_in_epoch = False
-        self._numerics = ""
         self._news_at = arrived
         self._absent_at = -1.0
-        self._submit_at = -1.0  # when to submit again; negative: submitted
-        self._first_until = arrived
         self._awaiting: set[tuple[str, int]] = set()
         self._close_at = 0.0
         self._cancelled: dict[tuple[Attempt, WorkerId], float] = {}
-        self._compute: dict[tuple[Attempt, WorkerId], dict[int, Totals]] = {}  # by choice
+        self._spent = StreamAccount()
         self._ack: tuple[Attempt, WorkerId] | None = None  # whose final to acknowledge after the settlement
 
     def committed(self, choice: int = 0) -> list[int]:
@@ -143,12 +138,12 @@ class StreamCommit:
 
     def start(self, now: float) -> list[Effect]:
         """The first submit. Call once."""
-        self._first_until = now + self._rules.first_submit_s
+        self._submission.begin(now)
         return [self._submit(now)]
 
     def on_queued(self, term: Term, now: float) -> list[Effect]:
         """The scheduler of `term` took the current epoch."""
-        self._taken = True
+        self._submission.taken = True
         if term < self.term:  # taken by a leader that has been replaced since
             return self._resend(now)
         self.term = term
@@ -161,12 +156,9 @@ class StreamCommit:
         """
         if self.end is not None or self.worker:
             return []
-        fresh = self.attempt.epoch == self._first_epoch and not self._taken
-        passing = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and not fresh)
-        if not passing or (fresh and now + self._rules.resubmit_s > self._first_until):
-            return self._finish("error", error, now)
-        self._submit_at = now + self._rules.resubmit_s
-        return []
+        if self._submission.retry(error, now, first=self.attempt.epoch == self._first_epoch):
+            return []
+        return self._finish("error", error, now)
 
     def on_scheduler_term(self, term: Term, now: float) -> list[Effect]:
         """A scheduler beat. At a new term the same epoch is sent again if it has no token yet."""
@@ -185,7 +177,7 @@ class StreamCommit:
             return self._refuse(placed.attempt, placed.decode_worker, now)
         self.placed = placed
         self.term = max(self.term, placed.term)
-        self._numerics = placed.numerics or self._numerics
+        self._submission.numerics = placed.numerics or self._submission.numerics
         return []
 
     def on_placement_refused(self, attempt: Attempt, error: ErrorInfo, now: float) -> list[Effect]:
@@ -317,9 +309,7 @@ class StreamCommit:
         if now >= self._deadline:
             return self._finish("error", DeadlineExceeded("the request's time budget is over"), now)
         if not self.worker:
-            if 0 <= self._submit_at <= now:
-                return [self._submit(now)]
-            return []
+            return [self._submit(now)] if self._submission.due(now) else []
         if now - max(self._news_at, worker_seen or 0.0) > self._rules.worker_silence_s:
             self.died += 1
             return self._lose("no news from the worker", now)
@@ -343,7 +333,7 @@ class StreamCommit:
         if attempt.dispatch > current.dispatch or not self.worker:
             self.attempt = attempt
             self.worker = worker
-            self._submit_at = -1.0
+            self._submission.placed()
             for choice in self._choices:
                 choice.forget()
         elif worker != self.worker:
@@ -369,7 +359,7 @@ class StreamCommit:
         committed = choice.committed
         have, ids = len(committed), unpack_tokens(record.token_ids)
         known = have - record.first_seq
-        if known and ids[:known] != committed[record.first_seq : record.first_seq + len(ids)]:
+        if not choice.agrees(record.first_seq, ids):
             effects += self._lose("worker sent other tokens than before", now)
             return
         new = ids[known:] if known else ids
@@ -411,10 +401,7 @@ class StreamCommit:
         self._ack = (self.attempt, self.worker)
         self._account(*self._ack, totals, record.choice)
         choice = self._choices[record.choice]
-        made = record.first_seq + len(record.token_ids) // 4
-        if made != len(choice.committed) or (
-            totals.checksum and totals.checksum != completion_checksum(choice.committed)
-        ):
+        if not choice.is_whole(record.first_seq + len(record.token_ids) // 4, totals):
             error = Internal("the output does not match the worker's account of it", code="checksum_mismatch")
             effects += self._finish("error", error, now, worker_done=True)
             return
@@ -445,11 +432,9 @@ class StreamCommit:
         self.settled = True
         completion = self.num_committed
         finish = self.end.finish
-        prompt = len(self._prompt) if completion or finish in ("stop", "length") else 0
-        spent = {key: sum_totals(parts.values()) for key, parts in self._compute.items()}
-        rows = tuple(ComputeRow(worker, attempt, totals) for (attempt, worker), totals in spent.items())
+        prompt = len(self._submission.prompt) if completion or finish in ("stop", "length") else 0
         cached = min(self.totals.cached_tokens, prompt)
-        effects: list[Effect] = [SettleRequest(self.attempt, prompt, completion, cached, finish, rows)]
+        effects: list[Effect] = [SettleRequest(self.attempt, prompt, completion, cached, finish, self._spent.rows())]
         if self._ack is not None:
             effects.append(AckFinal(*self._ack))
         return effects
@@ -457,12 +442,7 @@ class StreamCommit:
     def _account(self, attempt: Attempt, worker: WorkerId, totals: Totals, choice: int = ALL_CHOICES) -> None:
         if attempt == self.attempt:
             self.totals = totals
-        parts = self._compute.setdefault((attempt, worker), {})
-        if choice == ALL_CHOICES:
-            parts.clear()
-        elif ALL_CHOICES in parts:  # what a worker tells of all stands
-            return
-        parts[choice] = totals
+        self._spent.add(attempt, worker, totals, choice)
 
     def _lose(self, reason: str, now: float) -> list[Effect]:
         """Declare the current attempt lost: fence it, cancel it, go on elsewhere or give up."""
@@ -485,13 +465,9 @@ class StreamCommit:
         return [] if self.end is not None or self._token_in_epoch else [self._submit(now)]
 
     def _submit(self, now: float) -> SubmitAttempt:
-        self._submit_at = -1.0
         # choices differ, and a submit holds one sequence: several start over, and what is known is dropped by number
         output = self._choices[0].committed if len(self._choices) == 1 else []
-        attempt = Attempt(self.attempt.request_id, self.attempt.epoch)
-        return SubmitAttempt(
-            attempt, self._prompt + output, len(self._prompt), max(0.0, now - self._arrived), self._numerics
-        )
+        return self._submission.make(self.attempt, output, now)
 
     def _ask_replay(self, index: int, now: float) -> list[Effect]:
         choice = self._choices[index]
