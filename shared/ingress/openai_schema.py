@@ -133,7 +133,8 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise ValueError(f"must be an object of at most {MAX_BIASES} token ids")
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+        # "01" beside "1" would be the same token twice
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 and key == str(int(key))):
             raise ValueError("keys must be token ids")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
             raise ValueError("values must be numbers from -100 to 100")

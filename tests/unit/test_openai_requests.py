@@ -95,6 +95,7 @@ def test_values_that_ask_for_nothing_are_accepted(neutral: dict[str, Any]) -> No
         ("min_p", float("nan")),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"5": 1, "05": 2}),
         ("logit_bias", {"5": "1"}),
         ("logit_bias", {"5": float("nan")}),
         ("logit_bias", {"٥": 1}),
