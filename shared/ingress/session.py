@@ -18,7 +18,6 @@ from shared.contracts import subjects
 from shared.contracts.errors import BatonError, from_wire
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import Epoch, Term
-from shared.contracts.logprobs import unpack_logprobs
 from shared.contracts.messages import (
     Cancel,
     Cancelled,
@@ -34,10 +33,11 @@ from shared.contracts.messages import (
     Submit,
 )
 from shared.contracts.tokens import pack_tokens
-from shared.ingress.choice_output import Piece, make_echo, new_output
+from shared.ingress.choice_output import Piece
 from shared.ingress.completion_body import Usage
 from shared.ingress.config import IngressConfig
 from shared.ingress.request_metrics import RequestMetrics
+from shared.ingress.request_output import RequestOutput
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModel
 from shared.ingress.settlement import publish_settlement
@@ -51,8 +51,6 @@ from shared.text.stream_commit import StreamCommit
 log = logging.getLogger("baton.ingress")
 
 WORKER_REPLY_S = 1.0
-_CHUNK_BYTES = 256  # of a delta's JSON around its text
-_SCORE_JSON = 8  # how much longer log-probabilities are as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ class Session:
             arrived=arrived,
             budget_s=grant.budget_s,
             num_choices=plan.n,
-            find_stop=self._find_stop,
+            find_stop=lambda choice, first_seq, ids: self._output.push(choice, ids),
             rules=StreamRules(worker_silence_s=config.worker_silence_s, first_submit_s=config.submit_s),
             term=term,
             epoch=epoch,
@@ -136,11 +134,7 @@ class Session:
         self._timings = TokenTimings(arrived)
         self._metrics = RequestMetrics(metrics, model.name, arrived=arrived, epoch=epoch)
         self._metrics.admitted(plan.n, plan.sampling.max_tokens)
-        self._outputs = [new_output(i, plan, model.codec.tokenizer) for i in range(plan.n)]
-        self._unsent_bytes = 0
-        self._held_bytes = 0  # of scores whose text has not come yet
-        if plan.echo is not None and plan.sampling.prompt_logprobs < 0:
-            self._begin(b"")
+        self._output = RequestOutput(plan, model.codec.tokenizer)
         self._sent_bytes = 0
         self._placed_at: float | None = None
         self._arrived = arrived
@@ -167,8 +161,8 @@ class Session:
     def usage(self) -> Usage:
         """Token counts so far."""
         prompt = len(self.plan.prompt)
-        thoughts = sum(output.thought_tokens for output in self._outputs)
-        return Usage(prompt, self.stream.num_committed, min(self.stream.totals.cached_tokens, prompt), thoughts)
+        cached = min(self.stream.totals.cached_tokens, prompt)
+        return Usage(prompt, self.stream.num_committed, cached, self._output.thought_tokens)
 
     # ------------------------------------------------------------------------------------------ client side
 
@@ -178,8 +172,7 @@ class Session:
 
     def take(self) -> list[Piece]:
         """What came since the last call, choice by choice; each choice's finish reason is given once."""
-        pieces = [piece for output in self._outputs if (piece := output.take()) is not None]
-        self._unsent_bytes = 0
+        pieces = self._output.take()
         self._taken_at = self._clock()
         if self.end is None:
             self._news.clear()
@@ -213,9 +206,9 @@ class Session:
 
     def tick(self, now: float, worker_seen: float | None) -> None:
         """Let time pass."""
-        if self.plan.stream and self.stream.end is None and self._unsent_bytes:
+        if self.plan.stream and self.stream.end is None and self._output.unsent_bytes:
             blocked = now - self._taken_at > self._config.max_blocked_s
-            if blocked or self._unsent_bytes > self._config.max_unsent_bytes:
+            if blocked or self._output.unsent_bytes > self._config.max_unsent_bytes:
                 self.aborted.set()
                 self.cancel("slow_client")
         self.apply(self.stream.on_tick(now, worker_seen))
@@ -231,20 +224,14 @@ class Session:
         acks: list[fx.AckFinal] = []
         for effect in effects:
             match effect:
-                case fx.Commit(choice=choice, token_ids=ids):
+                case fx.Commit(token_ids=ids):
                     now = self._clock()
                     self._timings.add(now, len(ids))
                     self._metrics.tokens(now, len(ids))
-                    if effect.logprobs:
-                        self._outputs[choice].score(ids, unpack_logprobs(effect.logprobs, len(ids)))
-                        self._held_bytes += _SCORE_JSON * len(effect.logprobs)
-                    if effect.prompt_logprobs:
-                        self._begin(effect.prompt_logprobs)
-                    self._collect(choice)
+                    if self._output.commit(effect):
+                        self._news.set()
                 case fx.EndChoice(choice=choice, finish=finish):
-                    self._outputs[choice].text.finish()
-                    self._collect(choice)
-                    self._outputs[choice].end(finish)
+                    self._output.end(choice, finish)
                     self._news.set()
                 case fx.End():
                     self._news.set()
@@ -273,27 +260,6 @@ class Session:
         if self._hooks is not None and self.stream.died > self._died:
             self._died = self.stream.died
             self._hooks.on_died(self._died)
-
-    def _find_stop(self, choice: int, first_seq: int, token_ids: Any) -> int | None:
-        return self._outputs[choice].text.push(token_ids)
-
-    def _collect(self, choice: int) -> None:
-        output = self._outputs[choice]
-        before = output.unsent_chars
-        if output.collect():
-            self._unsent_bytes += output.unsent_chars - before + _CHUNK_BYTES + self._held_bytes
-            self._held_bytes = 0
-            self._news.set()
-
-    def _begin(self, prompt_logprobs: bytes) -> None:
-        """What stands before the choices' own text is known."""
-        assert self.plan.echo is not None
-        self._held_bytes += _SCORE_JSON * len(prompt_logprobs) + len(self.plan.echo)
-        prompt = self.plan.prompt
-        scores = [None, *unpack_logprobs(prompt_logprobs, len(prompt) - 1)] if self.plan.sampling.logprobs >= 0 else []
-        echo = make_echo(prompt, self.plan.echo, scores, self.model.codec.tokenizer)
-        for output in self._outputs:
-            output.begin(echo)
 
     def _run(self, hop: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guarded(hop))
