@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -183,7 +184,9 @@ class Session:
         now, timings = self._clock(), self._timings
         found = {"total_ms": (now - self._arrived) * 1000}
         if self._placed_at is not None:
-            found["queue_ms"] = (self._placed_at - self._arrived) * 1000
+            # the scheduler's word of it may come behind the worker's first token
+            first_token_s = timings.ttft_s if timings.ttft_s is not None else math.inf
+            found["queue_ms"] = min(self._placed_at - self._arrived, first_token_s) * 1000
         if timings.ttft_s is not None:
             found["first_token_ms"] = timings.ttft_s * 1000
             rest = now - self._arrived - timings.ttft_s
