@@ -7,7 +7,7 @@ them and only when asked for; then `[DONE]`. A stream that fails ends with an `e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +33,7 @@ class ChunkWriter:
         include_usage: the client asked for the usage chunk; then the others carry `"usage": null`.
         logprobs: how log-probabilities are written; None: none were asked for.
         extra: fields of every chunk.
+        usage: the usage so far, which every chunk then has.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ChunkWriter:
         include_usage: bool,
         logprobs: FormLogprobs | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
+        usage: Callable[[], Usage] | None = None,
     ) -> None:
         self._chat = kind == "chat"
         self._request_id = request_id
@@ -58,6 +60,7 @@ class ChunkWriter:
         self._tail = (b'],"usage":null}' if include_usage else b"]}") + b"\n\n"
         self._include_usage = include_usage
         self._logprobs = logprobs
+        self._usage = usage
 
     def role(self, choice: int) -> bytes:
         """The first chunk of a chat choice; nothing for completions."""
@@ -109,7 +112,8 @@ class ChunkWriter:
     def _chunk(self, choice: int, body: bytes, finish: bytes, tokens: Sequence[ScoredToken] = ()) -> bytes:
         index = b'{"index":%d,' % choice
         scores = _encode(self._logprobs(tokens)) if tokens and self._logprobs is not None else b"null"
-        return self._head + index + body + b',"logprobs":' + scores + b',"finish_reason":' + finish + b"}" + self._tail
+        tail = self._tail if self._usage is None else b'],"usage":' + _encode(self._usage().body()) + b"}\n\n"
+        return self._head + index + body + b',"logprobs":' + scores + b',"finish_reason":' + finish + b"}" + tail
 
 
 def error_frame(error: BatonError) -> bytes:

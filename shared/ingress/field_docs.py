@@ -71,7 +71,7 @@ MEANING: Mapping[str, str] = {
     "stop_token_ids": f"at most {MAX_STOP_IDS}; end a choice with `stop`, and show no text",
     "store": "nothing is stored",
     "stream": "server-sent events",
-    "stream_options": "`include_usage`; with `stream` only",
+    "stream_options": "`include_usage`, and with it `continuous_usage_stats`: usage in every chunk; with `stream` only",
     "structured_outputs": "`regex`, `choice`, `grammar` or `json`: what the text must be",
     "suffix": "models here fill no gaps",
     "temperature": "0 (greedy) to 2; the model's own default when left out",

@@ -167,9 +167,13 @@ _MetadataForm = Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None
 
 
 class StreamOptions(Strict):
-    """`include_usage`: one more chunk with the usage, before `[DONE]`."""
+    """`include_usage`: one more chunk with the usage, before `[DONE]`.
+
+    `continuous_usage_stats`, an extension: all others have it too, as it is then.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 

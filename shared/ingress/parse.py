@@ -72,9 +72,13 @@ def parse_as(model: type[Model], body: bytes) -> Model:
 
 
 def _check_stream_options(request: ChatRequest | CompletionRequest) -> None:
-    if request.stream_options is not None and not request.stream:
+    options = request.stream_options
+    if options is not None and not request.stream:
         raise InvalidInput("stream_options is only allowed when stream is true", param="stream_options")
-    if request.timings and request.stream and not (request.stream_options and request.stream_options.include_usage):
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise InvalidInput(f"{name}: needs include_usage to be true", param=name)
+    if request.timings and request.stream and not (options and options.include_usage):
         raise InvalidInput("timings: a stream tells them with its usage; set include_usage", param="timings")
 
 

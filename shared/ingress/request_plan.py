@@ -33,6 +33,7 @@ class RequestPlan:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    running_usage: bool = False  # in every chunk
     n: int = 1  # choices
     keep_stop: bool = False  # what ended a choice stays in its text
     echo: str | None = None  # stands before each choice's text
@@ -125,6 +126,7 @@ def make_plan(
         stops=request.stop,
         stream=bool(request.stream),
         include_usage=request.stream_options is not None and bool(request.stream_options.include_usage),
+        running_usage=request.stream_options is not None and bool(request.stream_options.continuous_usage_stats),
         n=request.choices,
         keep_stop=bool(request.include_stop_str_in_output),
         echo=echo,

@@ -74,6 +74,22 @@ async def test_streamed_equals_whole(path: str, body: dict[str, Any]) -> None:
         assert got[-2]["usage"] == whole["usage"]
 
 
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", chat(n=2)), ("completions", completion(["a", "b"]))])
+async def test_the_usage_so_far_in_every_chunk(path: str, body: dict[str, Any]) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with gateway_stack() as stack:
+        got = events(await post(stack, path, {**body, "stream": True, "stream_options": options}))
+        assert got.pop() == "[DONE]"
+        made = [event["usage"]["completion_tokens"] for event in got]
+        assert made == sorted(made)
+        assert made[0] < made[-1]
+        assert len({event["usage"]["prompt_tokens"] for event in got}) == 1
+        options = {"continuous_usage_stats": True}
+        refused = await post(stack, path, {**body, "stream": True, "stream_options": options})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
 async def test_lost_frames_are_replayed() -> None:
     backend = Backend(MemoryBroker(), drop_every=3)
     async with gateway_stack(backend) as stack:
@@ -251,7 +267,7 @@ async def test_models_health_unknown_paths_and_methods() -> None:
         missing = await get("/v1/models/other", headers=HEADERS)
         assert missing.status_code == 404
         assert "tiny" in missing.json()["error"]["message"]
-        for path in ("/v1/nothing", "/docs", "/openapi.json"):
+        for path in ("/v1/nothing", "/docs"):
             assert (await get(path)).status_code == 401
             response = await get(path, headers=HEADERS)
             assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")

@@ -27,7 +27,14 @@ class _Session:
         self.num_choices, self.request_id, self.created, self.klass = CHOICES, "req-1", 0, "interactive"
         sampling = SimpleNamespace(logprobs=0)
         self.plan = SimpleNamespace(
-            kind="completions", model="m", sampling=sampling, tier="", timings=False, include_usage=False, stream=True
+            kind="completions",
+            model="m",
+            sampling=sampling,
+            tier="",
+            timings=False,
+            include_usage=False,
+            running_usage=False,
+            stream=True,
         )
         tokenizer = SimpleNamespace(token_bytes=self._token_bytes)
         self.model = SimpleNamespace(codec=SimpleNamespace(tokenizer=tokenizer))
