@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import uvloop
 
 from shared.bus.bus import Delivery
-from shared.bus.nats_bus import NatsBus, connect_bus
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import connect_bus
 from shared.bus.streams import SETTLE_STREAM
 from shared.contracts import messages as m
 from shared.contracts import subjects

@@ -21,7 +21,7 @@ from services.cli.queue_user import QueueUser, give, take
 from services.cli.servers import running_nats
 from services.cli.state import StateFolder, state_path
 from services.cli.words import NO_STACK, sentence
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts import admin_messages as am
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError, NotFound, SettingsError, Unavailable

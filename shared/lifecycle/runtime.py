@@ -28,7 +28,8 @@ from typing import Any
 
 import uvloop
 
-from shared.bus.nats_bus import NatsBus, connect_bus
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.logs import set_up_logs
 from shared.lifecycle.ready import READY_VARIABLE, read_ready, report_failed, report_ready

@@ -22,7 +22,7 @@ from services.cli.compose_setup import redis_config
 from services.cli.credentials import Credentials, ensure_credentials
 from services.policy.accounts import Accounts
 from shared.bus.bus import Delivery
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.bus.streams import AUDIT_STREAM
 from shared.contracts import messages as m
 from shared.contracts import subjects

@@ -16,7 +16,7 @@ from services.batch.records import ItemResult, Put
 from services.batch.store import BatchStore
 from shared.bus import nats_consumer
 from shared.bus.bus import Delivery
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.bus.streams import stream_name
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem

@@ -22,7 +22,8 @@ from nats.aio.msg import Msg
 
 from services.cli.nats_config import MAX_TENANT_SUBSCRIPTIONS, USERS, nats_config, tenant_inbox, tenant_user
 from shared.bus.bus import Bus, Delivery, DurableHandler
-from shared.bus.nats_bus import NatsBus, connect_bus, flush
+from shared.bus.nats_bus import NatsBus, flush
+from shared.bus.nats_connection import connect_bus
 from shared.bus.streams import AUDIT_STREAM, MAX_LINE_BYTES, PURGE_ORDER_STREAM, SETTLE_STREAM, submit_stream
 from shared.contracts import messages as m
 from shared.contracts import subjects

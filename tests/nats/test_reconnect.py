@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from shared.bus.bus import Delivery
-from shared.bus.nats_bus import NatsBus, connect_bus
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts.errors import Unavailable
 from shared.contracts.message import Message
 from tests.servers import NatsServer
@@ -86,7 +87,7 @@ async def _leased(bus: NatsBus) -> int | None:
 
 
 async def test_no_server_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.bus.nats_bus.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("shared.bus.nats_connection.CONNECT_TIMEOUT_S", 0.3)
     with pytest.raises(Unavailable, match=r"no connection to NATS at nats://127\.0\.0\.1:1"):
         async with connect_bus("nats://user:secret@127.0.0.1:1", "a"):
             pass

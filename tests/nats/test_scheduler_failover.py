@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from tests.servers import NatsServer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.ids import WorkerId

@@ -8,7 +8,7 @@ import pytest
 
 from shared.bus import nats_consumer
 from shared.bus.bus import Delivery
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts.message import Message
 from tests.servers import NatsServer
 

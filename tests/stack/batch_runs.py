@@ -13,7 +13,8 @@ from typing import Any
 import redis
 
 from services.cli.state import StateFolder
-from shared.bus.nats_bus import NatsBus, connect_bus
+from shared.bus.nats_bus import NatsBus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts import batch_messages as b
 from shared.contracts import subjects
 from shared.contracts.errors import Unavailable

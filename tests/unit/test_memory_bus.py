@@ -15,7 +15,7 @@ from opentelemetry import context, trace
 from shared.bus import envelope
 from shared.bus.bus import BUDGET_HEADER, NO_RESPONDERS, Bus, Delivery, Redeliver
 from shared.bus.memory_bus import MemoryBroker, MemoryBus, matches
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts.errors import Internal, Overloaded, ProtocolError, QuotaExceeded, Unavailable
 from shared.contracts.message import Message, encode
 from tests.servers import NatsServer

@@ -21,7 +21,7 @@ from services.cli.servers import nats_spec, on_port, redis_spec
 from services.cli.state import StackRecord, StateFolder, running_stack
 from services.cli.supervisor import Supervisor, restart_pause_s
 from services.cli.topology import StackPlan, instance_names, ready_file, service_spec, stop_limit_s, stop_order
-from shared.bus.nats_bus import connect_bus
+from shared.bus.nats_connection import connect_bus
 from shared.contracts.errors import Conflict, SettingsError, Unavailable
 from shared.settings.load import ROOT, load_settings
 from shared.settings.sections import Settings
