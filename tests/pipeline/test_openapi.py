@@ -139,6 +139,7 @@ def test_no_answer_is_a_fault_or_undescribed_at_length(url: str) -> None:
 
 async def test_every_route_is_described_and_needs_the_key_it_says() -> None:
     async with gateway_stack() as stack:
+        stack.client.event_hooks = {}  # some routes are of other APIs
         assert (await stack.client.get(PATH)).status_code == 401
         document = (await stack.client.get(PATH, headers=HEADERS)).json()
         for path, operations in document["paths"].items():
