@@ -476,15 +476,20 @@ def test_cancel_and_failure_release_a_source() -> None:
         assert batcher.is_idle
 
 
-def test_a_tail_is_held_until_it_is_zeroed() -> None:
-    batcher = make_batcher()
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_tail_is_held_until_it_is_zeroed(groups: int, together: bool) -> None:
+    batcher = make_batcher(groups=groups)
     batcher.reserve(make_spec(prompt=6, compute_only=True))
     blocks = batcher.take_blocks_to_zero()
+    assert len(blocks) == groups
     batcher.cancel("a")
-    assert used(batcher) == [2]
-    batcher.check()
-    batcher.zeroed(blocks)
+    for part in [blocks] if together else [(block,) for block in blocks]:
+        assert used(batcher) == [2] * groups
+        batcher.check()
+        batcher.zeroed(part)
     assert batcher.is_idle
+    batcher.check()
 
 
 def test_handed_off_kv_is_not_computed_again() -> None:
