@@ -86,6 +86,7 @@ def _shared() -> dict[str, Schema]:
     model = {"id": TEXT, "object": _is("model"), "created": COUNT, "owned_by": TEXT}
     return {
         "Error": _object({"error": _object({**error, "code": _or_null(TEXT)})}),
+        "MessageError": _object({"type": _is("error"), "error": _object({"type": TEXT, "message": TEXT})}),
         "Usage": _object(usage),
         "Timings": _object(dict.fromkeys(names, NUMBER), optional=names[1:]),
         "Model": _object(model),
@@ -226,6 +227,7 @@ def _tokens() -> dict[str, Schema]:
     return {
         "Tokenized": _object({"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT)}),
         "Detokenized": _object({"prompt": TEXT}),
+        "MessageTokens": _object({"input_tokens": COUNT}),
         "Version": _object({"version": TEXT, "python": TEXT, "models": _list(_object(made_of))}),
     }
 

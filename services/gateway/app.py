@@ -27,12 +27,14 @@ from services.gateway.auth import key_hash
 from services.gateway.batches import Batches
 from services.gateway.body import read_body
 from services.gateway.console_files import ConsoleFiles
-from services.gateway.dialect import CHUNKS, Dialect, ResponsesDialect
+from services.gateway.dialect import CHUNKS, MESSAGES, Dialect, ResponsesDialect
 from services.gateway.errors import http_body
 from services.gateway.files import Files
 from services.gateway.front import Front, with_cors
 from services.gateway.keep_alive import kept_alive
 from services.gateway.keyed import Keyed, PlansOf
+from services.gateway.messages_front import PATH as MESSAGES_PATH
+from services.gateway.messages_front import MessagesFront
 from services.gateway.observe import Observer
 from services.gateway.openapi import Description
 from services.gateway.opening import open_plans
@@ -42,6 +44,7 @@ from shared.contracts.errors import BatonError, Cancelled, InvalidInput
 from shared.contracts.messages import Identity
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.failed_span import end_failed
+from shared.ingress.messages_request import parse_messages
 from shared.ingress.openai_schema import CompletionRequest, GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.request_metrics import count_refused
@@ -92,6 +95,10 @@ class Door:
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses"""
         return await self._generate(request, "responses", _parse_responses)
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages"""
+        return await self._generate(request, "messages", lambda body: (parse_messages(body), MESSAGES))
 
     async def _generate(self, request: Request, kind: str, parse: Parse) -> Response:
         arrived = time.monotonic()
@@ -229,6 +236,7 @@ def build_app(door: Door) -> ASGIApp:
     app.add_route("/v1/chat/completions", door.chat, methods=["POST"])
     app.add_route("/v1/completions", door.completions, methods=["POST"])
     app.add_route("/v1/responses", door.responses, methods=["POST"])
+    app.add_route(MESSAGES_PATH, door.messages, methods=["POST"])
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/health", door.health, methods=["GET"])
@@ -242,7 +250,7 @@ def build_app(door: Door) -> ASGIApp:
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    front = Front(app, door.service)
+    front = MessagesFront(Front(app, door.service))
     origins = door.service.config.edge.origins
     return with_cors(front, origins) if origins else front
 

@@ -18,8 +18,11 @@ KEY_NEEDED = "a valid API key is needed: Authorization: Bearer KEY"
 
 
 def key_hash(headers: Mapping[str, str]) -> bytes:
-    """SHA-256 of the bearer key. Raises Unauthenticated when there is none."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
+    """SHA-256 of the bearer key, or without an Authorization of that in `x-api-key`, as Anthropic's clients send it.
+
+    Raises Unauthenticated when there is none.
+    """
+    scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
     key = key.strip()
     if scheme.lower() != "bearer" or not key or len(key) > MAX_KEY_CHARS:
         raise Unauthenticated(KEY_NEEDED)

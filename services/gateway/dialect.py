@@ -10,8 +10,10 @@ import msgspec
 
 from services.gateway.chunks import ChunkWriter, error_frame
 from shared.contracts.errors import BatonError, InvalidInput
+from shared.ingress import messages_request
 from shared.ingress.answer import Answered, logprobs_of, told_tier, whole_answer, whole_pieces
 from shared.ingress.choice_output import Piece
+from shared.ingress.messages_body import MessageWriter
 from shared.ingress.responses_body import Event, ResponseWriter
 from shared.ingress.responses_request import named_here
 from shared.ingress.responses_schema import ResponsesRequest
@@ -79,7 +81,6 @@ class _Chunks:
             plan.include_usage,
             logprobs_of(answered),
             told_tier(answered),
-            answered.usage if plan.running_usage else None,
         )
 
     def begin(self) -> bytes:
@@ -139,6 +140,50 @@ class _Events:
 
     def failed(self, error: BatonError) -> bytes:
         return _frames(self._response.failed(error))
+
+
+class MessagesDialect:
+    """Of Anthropic's Messages API. Errors get its form in `messages_front`."""
+
+    def writer(self, answered: Answered) -> Writer:
+        """Of a stream."""
+        return _MessageEvents(answered)
+
+    async def whole(self, answered: Answered) -> dict[str, Any]:
+        """The message, once it has ended. Raises the error the session ended with."""
+        message = _message(answered)
+        for piece in (await whole_pieces(answered))[0]:
+            message.piece(piece)
+        return message.whole(answered.usage())
+
+    def named(self, error: InvalidInput) -> InvalidInput:
+        """The error with its field's name in this API."""
+        return messages_request.named_here(error)
+
+
+MESSAGES = MessagesDialect()
+
+
+def _message(answered: Answered) -> MessageWriter:
+    return MessageWriter(answered.request_id, answered.plan.model, len(answered.plan.prompt))
+
+
+class _MessageEvents:
+    def __init__(self, answered: Answered) -> None:
+        self._answered = answered
+        self._message = _message(answered)
+
+    def begin(self) -> bytes:
+        return _frames(self._message.begin())
+
+    def piece(self, piece: Piece) -> bytes:
+        return _frames(self._message.piece(piece))
+
+    def end(self) -> bytes:
+        return _frames(self._message.end(self._answered.usage()))
+
+    def failed(self, error: BatonError) -> bytes:
+        return error_frame(error)
 
 
 def _frames(events: Iterable[Event]) -> bytes:

@@ -27,7 +27,10 @@ PUBLIC = frozenset({"/", "/health", "/ready"})
 PUBLIC_UNDER = "/console"
 MAX_ECHO_CHARS = 128
 REQUEST_ID = b"x-request-id"
-ASKED_HEADERS = ("authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id")
+ASKED_HEADERS = (
+    *("authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
+    *("x-api-key", "anthropic-version"),
+)
 TOLD_HEADERS = (
     "retry-after",
     "x-request-id",

@@ -110,7 +110,9 @@ def _path_parameters(route: Route, operation: Operation) -> Iterator[dict[str, A
 def _responses(method: str, operation: Operation, public: bool) -> dict[str, Any]:
     told = {str(status): _answer(method, status, content, public) for status, content in operation.answers.items()}
     for status in {*EVERYWHERE, *(() if public else WITH_KEY), *operation.errors}:
-        told.setdefault(str(status), _error(method, status, public))
+        # a head that is too large ends before anybody knows its route
+        schema = "Error" if status == 431 else operation.error
+        told.setdefault(str(status), _error(method, status, public, schema))
     return dict(sorted(told.items()))
 
 
@@ -119,9 +121,13 @@ def _answer(method: str, status: int, content: dict[str, Any], public: bool) -> 
     return answer if method == "HEAD" or status in _NO_BODY else {**answer, "content": content}
 
 
-def _error(method: str, status: int, public: bool) -> dict[str, Any]:
+def _error(method: str, status: int, public: bool, schema: str) -> dict[str, Any]:
     error: dict[str, Any] = {"description": ERRORS[status], "headers": _headers(status, public)}
-    return error if method == "HEAD" else {**error, "content": {"application/json": {"schema": refer("Error")}}}
+    return (
+        error
+        if method == "HEAD"
+        else {**error, "content": {"application/json": {"schema": refer(schema) if schema else {}}}}
+    )
 
 
 def _headers(status: int, public: bool) -> dict[str, Any]:

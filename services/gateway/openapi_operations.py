@@ -32,6 +32,7 @@ class Operation:
         body: content by media type; None: it reads no body.
         parameters: of query and headers.
         path_schema: of its path parameters, where not any text will do.
+        error: the schema of its errors; empty: any.
     """
 
     answers: Mapping[int, Content]
@@ -40,6 +41,7 @@ class Operation:
     body_required: bool = True
     parameters: tuple[Mapping[str, Any], ...] = ()
     path_schema: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    error: str = "Error"
 
 
 def body_schemas() -> dict[str, Schema]:
@@ -118,7 +120,7 @@ def _generate(body: str, whole: str, event: str) -> Operation:
 
 
 _ANY: Content = {JSON: {}, "text/event-stream": {"schema": {"type": "string"}}}
-UNKNOWN = Operation({200: _ANY}, _GENERATION, {JSON: {}}, body_required=False)
+UNKNOWN = Operation({200: _ANY}, _GENERATION, {JSON: {}}, body_required=False, error="")
 """A route that nothing here tells of."""
 
 _FILE: Content = {kind: {} for kind in ("text/html", "text/css", "text/javascript", "image/svg+xml", "text/plain")}
@@ -155,6 +157,19 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/batches/{batch_id}"): Operation({200: _json("Batch")}, (404,)),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation({200: _json("Batch")}, (404, 409)),
     ("POST", "/tokenize"): Operation({200: _json("Tokenized")}, (400, 404, 413), _json("TokenizeRequest")),
+    ("POST", "/v1/messages"): Operation(
+        {200: _ANY},
+        _GENERATION,
+        {JSON: {"schema": {"type": "object"}}},
+        parameters=(_KEY, _RESUME),
+        error="MessageError",
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        {200: _json("MessageTokens")}, (400, 404, 413), {JSON: {"schema": {"type": "object"}}}, error="MessageError"
+    ),
+    ("POST", "/v1/responses"): Operation(
+        {200: _ANY}, _GENERATION, {JSON: {"schema": {"type": "object"}}}, parameters=(_KEY, _RESUME)
+    ),
     ("POST", "/detokenize"): Operation({200: _json("Detokenized")}, (400, 404, 413), _json("DetokenizeBody")),
     ("POST", "/v1/embeddings"): Operation({}, (400, 404, 413), _json("EmbeddingsBody")),
     ("GET", "/version"): Operation({200: _json("Version")}),

@@ -13,6 +13,7 @@ from services.gateway.auth import key_hash
 from services.gateway.body import read_body
 from services.gateway.service import GatewayService
 from shared.contracts.errors import InvalidInput
+from shared.ingress.messages_request import named_here, parse_count
 from shared.ingress.openai_schema import GenerationRequest
 from shared.ingress.parse import json_object, parse_as, parse_chat, parse_completion
 from shared.ingress.served_models import ServedModel
@@ -44,7 +45,7 @@ class EmbeddingsBody(_Strict):
 
 
 class TokenRoutes:
-    """Handlers of `/tokenize`, `/detokenize`, `/version` and `/v1/embeddings`."""
+    """Handlers of `/tokenize`, `/v1/messages/count_tokens`, `/detokenize`, `/version` and `/v1/embeddings`."""
 
     def __init__(self, service: GatewayService) -> None:
         self._service = service
@@ -52,6 +53,7 @@ class TokenRoutes:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes."""
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        app.add_api_route("/v1/messages/count_tokens", self.count, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route("/version", self.version, methods=["GET"])
         app.add_api_route("/v1/embeddings", self.embeddings, methods=["POST"])
@@ -63,6 +65,17 @@ class TokenRoutes:
         model = self._service.models.get(parsed.model, allowed)
         (tokens,) = await model.codec.encode(parsed)
         return json_response({"count": len(tokens), "max_model_len": model.context, "tokens": tokens})
+
+    async def count(self, request: Request) -> Response:
+        """Tokens of the prompt that `POST /v1/messages` would make."""
+        body, allowed = await self._body(request)
+        parsed = await self._service.models.parse(parse_count, body)
+        model = self._service.models.get(parsed.model, allowed)
+        try:
+            (tokens,) = await model.codec.encode(parsed)
+        except InvalidInput as error:
+            raise named_here(error) from error
+        return json_response({"input_tokens": len(tokens)})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of `tokens`, special ones left out, as it would stand in an answer."""

@@ -29,7 +29,10 @@ class ScoredToken(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """What came of one choice since the last look. `finish` is set once, in the last one."""
+    """What came of one choice since the last look.
+
+    `finish` is set once, in the last one; with it `stop`, if a stop string ended the choice.
+    """
 
     choice: int
     text: str = ""
@@ -37,6 +40,7 @@ class Piece:
     tokens: list[ScoredToken] = field(default_factory=list)
     thoughts: str = ""
     calls: list[CallStart | CallArguments] = field(default_factory=list)
+    stop: str = ""
 
     @property
     def says(self) -> bool:
@@ -133,6 +137,8 @@ class ChoiceOutput:
         if not piece.says and not ends:
             return None
         piece.tokens = self._take_tokens()
+        if ends:
+            piece.stop = self.text.stopped_by
         return piece
 
     def _read(self, text: str, ends: bool) -> Piece:

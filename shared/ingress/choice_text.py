@@ -75,6 +75,12 @@ class ChoiceText:
             self._ready.append(self._stops.push(self._count, self._detokenizer.flush()))
             self._ready.append(self._stops.flush())
 
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that ended it; "" when none did."""
+        match = self._stops.match if self._stops is not None else None
+        return "" if match is None else match.stop
+
     def take(self) -> str:
         """The text that became ready since the last call."""
         text = "".join(self._ready)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from shared.contracts.errors import InvalidInput
+from shared.ingress.named import Names, renamed
 from shared.ingress.openai_schema import ChatRequest, drop_neutral
 from shared.ingress.parse import json_object, validated
 from shared.ingress.responses_schema import (
@@ -30,7 +31,7 @@ from shared.ingress.responses_schema import (
 
 PART_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"annotations": (None, []), "logprobs": (None, [])}
 _CONTENTS = ("content", "output", "summary")
-_NAMES = (
+_NAMES: Names = (
     (re.compile(r"^tools\.(\d+)\.function\b"), r"tools.\1"),
     (re.compile(r"^tool_choice\.function\b"), "tool_choice"),
     (re.compile(r"^response_format\.json_schema\b"), "text.format"),
@@ -71,14 +72,7 @@ def parse_responses(body: bytes) -> ParsedResponses:
 
 def named_here(error: InvalidInput) -> InvalidInput:
     """An error of the chat request, by the name that its field has in this API."""
-    for pattern, name in _NAMES:
-        param = pattern.sub(name, error.param)
-        if param != error.param:
-            message = error.message
-            if message.startswith(error.param):
-                message = param + message.removeprefix(error.param)
-            return type(error)(message, param=param, code=error.code)
-    return error
+    return renamed(error, _NAMES)
 
 
 def _drop_inside(fields: dict[str, Any], name: str, neutral: Mapping[str, tuple[Any, ...]]) -> None:
