@@ -81,6 +81,7 @@ class _Chunks:
             plan.include_usage,
             logprobs_of(answered),
             told_tier(answered),
+            answered.usage if plan.running_usage else None,
         )
 
     def begin(self) -> bytes:
