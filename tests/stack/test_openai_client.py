@@ -224,7 +224,7 @@ BAD = {
     ),
     "too many stops": Bad(400, "invalid_value", "stop", chat_body(stop=list("abcde"))),
     "unknown field": Bad(400, "unknown_parameter", "colour", chat_body(colour="red")),
-    "several choices": Bad(400, "invalid_value", "n", chat_body(n=3)),
+    "too many choices": Bad(400, "invalid_value", "n", chat_body(n=129)),
     "usage without stream": Bad(
         400, "invalid_value", "stream_options", chat_body(stream_options={"include_usage": True})
     ),

@@ -36,7 +36,7 @@ ON_A_STACK = {
     "./baton down": "stopped",
 }
 """Command to a word of what it prints, in the order of a first day; `down` ends it."""
-STARTING = {"./baton up", "./baton up --detach --json", "./baton up --model DIR", "./baton up --quant int8"}
+STARTING = {"./baton up", "./baton up --detach --json", "./baton up --model PATH", "./baton up --quant int8"}
 ELSEWHERE = {
     "./baton test": "what runs this very test",
     "./baton bench smoke": "test_bench_smoke, in the long run",
