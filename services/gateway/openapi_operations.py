@@ -16,6 +16,7 @@ from services.gateway.once import MAX_KEY_CHARS
 from services.gateway.query import MAX_CHARS
 from services.gateway.token_routes import DetokenizeBody, EmbeddingsBody
 from services.gateway.upload import FIELDS, MAX_EXPIRY_S, MIN_EXPIRY_S
+from shared.ingress.dialect_schemas import messages_schemas, responses_schemas
 from shared.ingress.request_schema import chat_schemas, completion_schemas, model_schemas
 
 JSON = "application/json"
@@ -49,6 +50,7 @@ def body_schemas() -> dict[str, Schema]:
     found = {**chat_schemas(), **completion_schemas()}
     for model in (BatchBody, DetokenizeBody, EmbeddingsBody):
         found |= model_schemas(model)
+    found |= {**responses_schemas(), **messages_schemas()}
     return {**found, "TokenizeRequest": _tokenize(found), "Upload": _upload()}
 
 
@@ -90,7 +92,7 @@ def _stream(whole: str, event: str) -> Content:
     told = f"`data: ` and one {event} each, then `data: [DONE]`; a failure is a last event `data: ` with an Error."
     return {
         **_json(whole),
-        "text/event-stream": {"schema": {"type": "string", "description": told}, "x-event-schema": refer(event)},
+        "text/event-stream": {"schema": {"description": told}, "x-event-schema": refer(event)},
     }
 
 
@@ -119,7 +121,7 @@ def _generate(body: str, whole: str, event: str) -> Operation:
     return Operation({200: _stream(whole, event)}, _GENERATION, _json(body), parameters=(_KEY, _RESUME))
 
 
-_ANY: Content = {JSON: {}, "text/event-stream": {"schema": {"type": "string"}}}
+_ANY: Content = {JSON: {}, "text/event-stream": {}}
 UNKNOWN = Operation({200: _ANY}, _GENERATION, {JSON: {}}, body_required=False, error="")
 """A route that nothing here tells of."""
 
@@ -160,15 +162,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/messages"): Operation(
         {200: _ANY},
         _GENERATION,
-        {JSON: {"schema": {"type": "object"}}},
+        _json("MessagesRequest"),
         parameters=(_KEY, _RESUME),
         error="MessageError",
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        {200: _json("MessageTokens")}, (400, 404, 413), {JSON: {"schema": {"type": "object"}}}, error="MessageError"
+        {200: _json("MessageTokens")}, (400, 404, 413), _json("MessagesCountRequest"), error="MessageError"
     ),
     ("POST", "/v1/responses"): Operation(
-        {200: _ANY}, _GENERATION, {JSON: {"schema": {"type": "object"}}}, parameters=(_KEY, _RESUME)
+        {200: _ANY}, _GENERATION, _json("ResponsesRequest"), parameters=(_KEY, _RESUME)
     ),
     ("POST", "/detokenize"): Operation({200: _json("Detokenized")}, (400, 404, 413), _json("DetokenizeBody")),
     ("POST", "/v1/embeddings"): Operation({}, (400, 404, 413), _json("EmbeddingsBody")),

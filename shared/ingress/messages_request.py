@@ -27,7 +27,7 @@ from shared.ingress.parse import json_object, validated
 
 ERROR_MARK = "Error: "
 """Before the content of a tool's result that is an error."""
-_BLOCKS: Mapping[str, Mapping[str, type[BaseModel]]] = {
+BLOCKS: Mapping[str, Mapping[str, type[BaseModel]]] = {
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
 }
@@ -130,9 +130,9 @@ def _message(item: Any, where: str) -> list[dict[str, Any]]:
         if name not in ("role", "content"):
             raise InvalidInput(f"{where}: has a role and a content, and nothing else", param=where)
     role = item.get("role")
-    if not isinstance(role, str) or role not in _BLOCKS:
+    if not isinstance(role, str) or role not in BLOCKS:
         raise InvalidInput(f"{where}.role: must be user or assistant", param=f"{where}.role")
-    blocks = _blocks(item.get("content"), f"{where}.content", _BLOCKS[role])
+    blocks = _blocks(item.get("content"), f"{where}.content", BLOCKS[role])
     return _user(blocks) if role == "user" else _assistant(blocks)
 
 

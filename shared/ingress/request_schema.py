@@ -20,7 +20,6 @@ from shared.ingress.openai_schema import (
     CompletionRequest,
 )
 
-REFERENCE = "#/components/schemas/{model}"
 _DROPPED: Mapping[str, tuple[str, ...]] = {
     "CalledFunction": ("parsed_arguments",),
     "ChatMessage": ("parsed",),
@@ -35,8 +34,8 @@ _NULL: Schema = {"type": "null"}
 def chat_schemas() -> dict[str, Schema]:
     """`ChatRequest` and what it refers to, by name."""
     found = model_schemas(ChatRequest)
-    _add_neutral(found["ChatRequest"], CHAT_NEUTRAL)
-    _add_neutral(found["ChatMessage"], MESSAGE_NEUTRAL)
+    add_neutral(found["ChatRequest"], CHAT_NEUTRAL)
+    add_neutral(found["ChatMessage"], MESSAGE_NEUTRAL)
     for name, fields in _DROPPED.items():
         found[name]["properties"] |= {field: {"description": "not read"} for field in fields}
     found["ChatMessage"] = _by_role(found["ChatMessage"])
@@ -47,15 +46,15 @@ def chat_schemas() -> dict[str, Schema]:
 def completion_schemas() -> dict[str, Schema]:
     """`CompletionRequest` and what it refers to, by name."""
     found = model_schemas(CompletionRequest)
-    _add_neutral(found["CompletionRequest"], COMPLETIONS_NEUTRAL)
+    add_neutral(found["CompletionRequest"], COMPLETIONS_NEUTRAL)
     return _described(found, "CompletionRequest")
 
 
-def model_schemas(model: type[BaseModel]) -> dict[str, Schema]:
-    """The schema of a type and of those it refers to, by name."""
-    schema = model.model_json_schema(ref_template=REFERENCE)
+def model_schemas(model: type[BaseModel], prefix: str = "") -> dict[str, Schema]:
+    """The schema of a type and of those it refers to, by name with `prefix` in front."""
+    schema = model.model_json_schema(ref_template=f"#/components/schemas/{prefix}{{model}}")
     found: dict[str, Schema] = schema.pop("$defs", {})
-    return {name: _closed(schema) for name, schema in {model.__name__: schema, **found}.items()}
+    return {f"{prefix}{name}": _closed(schema) for name, schema in {model.__name__: schema, **found}.items()}
 
 
 def _closed(schema: Any) -> Any:
@@ -99,7 +98,8 @@ def _not_null(schema: Schema) -> Schema:
     return {**schema, "anyOf": [form for form in schema["anyOf"] if form != _NULL]}
 
 
-def _add_neutral(schema: Schema, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def add_neutral(schema: Schema, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Add the fields without support, with the values that ask for nothing."""
     schema["properties"] |= {
         name: {"enum": list(values), "description": "not supported: these values ask for nothing"}
         for name, values in neutral.items()

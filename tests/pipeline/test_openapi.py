@@ -205,6 +205,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "tool", "content": "a"},
     {"role": "other", "content": "a"},
 ]
+CHATS: list[Any] = [[], *([message] for message in MESSAGES)]
 FIELDS: list[dict[str, Any]] = [
     {"stop": None},
     {"stop": "a"},
@@ -226,22 +227,88 @@ FIELDS: list[dict[str, Any]] = [
 ]
 PROMPTS: list[Any] = ["a", "", [], [1, 2], [[1], [2]], ["a", "b"], ["a", [1]], [["a"]], [-1], [[]], 1]
 
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+INPUTS: list[Any] = [
+    "a",
+    [],
+    None,
+    [{"role": "user", "content": "a", "phase": None}],
+    [{"role": "user", "content": []}],
+    [{"role": "user", "content": [{"type": "input_text", "text": "a", "annotations": []}]}],
+    [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}],
+    [{"role": "other", "content": "a"}],
+    [{"role": "user", "content": "a"}, {**CALLED, "status": "completed"}],
+    [{"role": "user", "content": "a"}, {**CALLED, "name": ""}],
+    [{"type": "reasoning", "summary": [], "content": []}, {"role": "user", "content": "a"}],
+    [{"type": "item_reference", "id": "a"}],
+]
+RESPONSES = [{"input": given} for given in INPUTS] + [
+    {"input": "a", **fields}
+    for fields in (
+        {"store": False},
+        {"store": True},
+        {"text": {"format": {"type": "text"}, "verbosity": None}},
+        {"text": {"verbosity": "low"}},
+        {"reasoning": {"effort": None}},
+        {"reasoning": {"effort": "low"}},
+        {"max_output_tokens": 0},
+        {"messages": []},
+    )
+]
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "c"}
+TALKS: list[Any] = [
+    [{"role": "user", "content": "a"}],
+    [],
+    [{"role": "system", "content": "a"}],
+    [{"role": "user", "content": []}],
+    [{"role": "user", "content": "a", "name": "b"}],
+    [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}],
+    [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+    [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}],
+    [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [{**RESULT, "content": "a"}]}],
+    [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [{**RESULT, "content": [USE]}]}],
+    [{"role": "user", "content": [USE]}],
+]
+ANTHROPIC = [{"messages": talk} for talk in TALKS] + [
+    {"messages": TALKS[0], **fields}
+    for fields in (
+        {"system": "a"},
+        {"system": []},
+        {"stop_sequences": ["a"] * 5},
+        {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "enabled"}},
+        {"temperature": 1.5},
+        {"metadata": {"user_id": "a"}},
+        {"input": "a"},
+    )
+]
+LIMIT = {"max_tokens": 1}
+
 
 @pytest.mark.parametrize(
     ("path", "name", "bodies"),
     [
-        ("chat/completions", "ChatRequest", [chat(messages=[message]) for message in MESSAGES] + [chat(messages=[])]),
-        ("chat/completions", "ChatRequest", [chat(**fields) for fields in FIELDS]),
-        ("completions", "CompletionRequest", [completion(**fields) for fields in FIELDS]),
-        ("completions", "CompletionRequest", [completion(prompt) for prompt in PROMPTS]),
+        (
+            "chat/completions",
+            "ChatRequest",
+            [chat(**LIMIT, messages=found) for found in CHATS],
+        ),
+        ("chat/completions", "ChatRequest", [chat(**LIMIT, **fields) for fields in FIELDS]),
+        ("completions", "CompletionRequest", [completion(**LIMIT, **fields) for fields in FIELDS]),
+        ("completions", "CompletionRequest", [completion(prompt, **LIMIT) for prompt in PROMPTS]),
+        ("responses", "ResponsesRequest", [{"model": MODEL, **body} for body in RESPONSES]),
+        ("messages", "MessagesRequest", [{"model": MODEL, **LIMIT, **body} for body in ANTHROPIC]),
+        ("messages/count_tokens", "MessagesCountRequest", [{"model": MODEL, "messages": talk} for talk in TALKS]),
     ],
 )
 async def test_what_the_description_allows_is_what_is_taken(path: str, name: str, bodies: list[Any]) -> None:
     async with gateway_stack() as stack:
+        stack.client.event_hooks = {}
         document = (await stack.client.get(PATH, headers=HEADERS)).json()
         validator, taken = body_validator(document, name), 0
         for body in bodies:
-            response = await stack.client.post(f"/v1/{path}", json={**body, "max_tokens": 1}, headers=HEADERS)
+            response = await stack.client.post(f"/v1/{path}", json=body, headers=HEADERS)
             assert (response.status_code == 200) == validator.is_valid(body), (body, response.text)
             taken += response.status_code == 200
         assert 0 < taken < len(bodies)
