@@ -62,10 +62,10 @@ def idempotency_key(headers: Mapping[str, str]) -> str:
 def make_key(tenant: TenantId, key_hash: bytes, route: str, headers: Mapping[str, str], body: bytes) -> Key:
     """What `headers` and `body` of a request to `route` stand for; it has a key. Raises InvalidInput."""
     key = idempotency_key(headers)
-    last = headers.get("last-event-id", "")
+    last = headers.get("last-event-id")
     digest = hashlib.sha256
     name = digest(f"{route}\n{key}".encode()).digest()
-    return Key(tenant, key_hash, name, digest(_canonical(body)).digest(), parse_place(last) if last else None)
+    return Key(tenant, key_hash, name, digest(_canonical(body)).digest(), None if last is None else parse_place(last))
 
 
 def _canonical(body: bytes) -> bytes:

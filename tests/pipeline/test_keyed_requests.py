@@ -378,6 +378,7 @@ async def test_a_frozen_owner_that_comes_back_neither_settles_nor_answers_well(
         ({"idempotency-key": "x" * 256}, "Idempotency-Key"),
         ({"last-event-id": "1-2"}, "Last-Event-ID"),
         ({"idempotency-key": "k", "last-event-id": "nonsense"}, "Last-Event-ID"),
+        ({"idempotency-key": "k", "last-event-id": ""}, "Last-Event-ID"),
     ],
 )
 async def test_headers_that_mean_nothing_are_named(redis: RedisStore, headers: dict[str, str], param: str) -> None:
