@@ -114,7 +114,9 @@ def test_a_gateway_that_is_told_to_stop_lets_streams_finish(fakes: Baton) -> Non
     # Then at once it is not ready and refuses what is new, by an answer that tells when to come again
     until(lambda: not httpx.get(f"{fakes.url}/ready").json()["checks"]["accepting"], 30)
     assert httpx.get(f"{fakes.url}/ready").status_code == 503
-    refused = httpx.post(f"{fakes.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"})
+    assert fakes.record is not None
+    key = {"Authorization": f"Bearer {fakes.record.api_key}"}
+    refused = httpx.post(f"{fakes.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"}, headers=key)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert refused.headers["retry-after"] == "1"
     # And the streams end as if nothing had happened, and so does the process
