@@ -33,6 +33,13 @@ LOOSE = {
     "CreateCompletionResponse.choices.items.logprobs.top_logprobs.items": {
         "anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]
     },
+    # the client library's type needs what the document does not list
+    "ResponseUsage.input_tokens_details": {
+        "type": "object",
+        "properties": {"cached_tokens": {"type": "integer"}, "cache_write_tokens": {"type": "integer"}},
+        "required": ["cached_tokens", "cache_write_tokens"],
+        "additionalProperties": False,
+    },
     "CreateChatCompletionStreamResponse.usage": {
         "anyOf": [{"$ref": "#/components/schemas/CompletionUsage"}, {"type": "null"}]
     },

@@ -13,7 +13,7 @@ from shared.ingress.output_form import PLAIN, OutputForm, OutputParser, shown_by
 from shared.ingress.request_plan import RequestPlan
 from shared.text.detokenizer import Detokenizer
 from shared.text.tokenizer import Tokenizer
-from shared.tools.tool_stream import CallArguments, CallStart
+from shared.tools.tool_stream import CallArguments, CallStart, Content, joined
 
 
 class ScoredToken(NamedTuple):
@@ -41,6 +41,13 @@ class Piece:
     thoughts: str = ""
     calls: list[CallStart | CallArguments] = field(default_factory=list)
     stop: str = ""
+    mixed: list[Content | CallStart | CallArguments] = field(default_factory=list)
+    """`text` and `calls` as they came, where there are both."""
+
+    @property
+    def in_order(self) -> list[Content | CallStart | CallArguments]:
+        """What is said and the calls, as they came."""
+        return self.mixed or [*([Content(self.text)] if self.text else ()), *self.calls]
 
     @property
     def says(self) -> bool:
@@ -148,12 +155,14 @@ class ChoiceOutput:
         parsed = [self._parser.push(text)]
         if ends:
             parsed.append(self._parser.finish())
+        said, calls = "".join(part.said for part in parsed), [call for part in parsed for call in part.calls]
         return Piece(
             self.choice,
-            "".join(part.said for part in parsed),
+            said,
             finish and self._parser.reason(finish),
             thoughts="".join(part.thoughts for part in parsed),
-            calls=[call for part in parsed for call in part.calls],
+            calls=calls,
+            mixed=joined(news for part in parsed for news in part.in_order) if said and calls else [],
         )
 
     def _take_tokens(self) -> list[ScoredToken]:

@@ -60,14 +60,14 @@ def messages_schemas() -> dict[str, Schema]:
     found["MessagesRequest"] = found.pop("MessagesMessagesRequest")
     for name in ("MessagesRequest", "MessagesCountRequest"):
         add_neutral(found[name], messages.MESSAGES_NEUTRAL)
-        found[name]["properties"]["system"] = {"anyOf": [*texts["anyOf"], {"type": "null"}]}
+        found[name]["properties"]["system"] = {"anyOf": [*texts["anyOf"], {"type": "null"}, {"const": []}]}
         _require(found[name], "messages", _list({"oneOf": [_message(role) for role in BLOCKS]}))
     return found
 
 
 def _message(role: str) -> Schema:
     blocks = [_refer("Messages", block) for block in BLOCKS[role].values()]
-    content = {"anyOf": [_TEXT, _list({"anyOf": blocks})]}
+    content: Schema = {"anyOf": [_TEXT, _list({"anyOf": blocks}), *([{"const": []}] if role == "assistant" else [])]}
     return {
         "type": "object",
         "properties": {"role": {"const": role}, "content": content},

@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.ingress.choice_output import Piece
 from shared.ingress.completion_body import Usage, call_id
-from shared.tools.tool_stream import CallStart
+from shared.tools.tool_stream import CallStart, Content
 
 Event = dict[str, Any]
 MALFORMED = "malformed"
@@ -73,18 +73,19 @@ class MessageWriter:
         events: list[Event] = []
         if piece.thoughts:
             events += self._add("thinking", piece.thoughts)
-        if piece.text:
-            events += self._add("text", piece.text)
-        for news in piece.calls:
-            if isinstance(news, CallStart):
+        for news in piece.in_order:
+            if isinstance(news, Content):
+                events += self._add("text", news.text)
+            elif isinstance(news, CallStart):
                 block = {"id": call_id(self._request_id, 0, news.index), "name": news.name, "input": {}}
                 events += self._close() + self._begin({"type": "tool_use", **block})
             elif news.text:
                 events += self._delta({"type": "input_json_delta", "partial_json": news.text}, news.text)
         if piece.finish:
             events += self._close()
-            self._message["stop_reason"] = "stop_sequence" if piece.stop else _REASONS[piece.finish]
-            self._message["stop_sequence"] = piece.stop or None
+            stopped = piece.stop if piece.finish == "stop" else ""  # calls are to be answered, whatever ended them
+            self._message["stop_reason"] = "stop_sequence" if stopped else _REASONS[piece.finish]
+            self._message["stop_sequence"] = stopped or None
         return events
 
     def end(self, usage: Usage) -> list[Event]:

@@ -105,7 +105,7 @@ def _request(asked: CountRequest, messages: list[dict[str, Any]], more: dict[str
 
 
 def _system(given: Any) -> list[dict[str, Any]]:
-    if given is None:
+    if given is None or given == []:
         return []
     blocks = _blocks(given, "system", {"text": TextBlock})
     return [{"role": "system", "content": _content(blocks)}]
@@ -132,7 +132,10 @@ def _message(item: Any, where: str) -> list[dict[str, Any]]:
     role = item.get("role")
     if not isinstance(role, str) or role not in BLOCKS:
         raise InvalidInput(f"{where}.role: must be user or assistant", param=f"{where}.role")
-    blocks = _blocks(item.get("content"), f"{where}.content", BLOCKS[role])
+    content = item.get("content")
+    if role == "assistant" and content == []:
+        content = ""  # an answer without a word, sent back
+    blocks = _blocks(content, f"{where}.content", BLOCKS[role])
     return _user(blocks) if role == "user" else _assistant(blocks)
 
 
@@ -157,7 +160,7 @@ def _block(block: Any, where: str, kinds: Mapping[str, type[BaseModel]]) -> Bloc
         raise InvalidInput(f"{where}.type: must be one of {', '.join(kinds)}", param=f"{where}.type")
     fields = drop_neutral(block, BLOCK_NEUTRAL, f"{where}.")
     content = ""
-    if model is ToolResultBlock and (given := fields.pop("content", None)):
+    if model is ToolResultBlock and (given := fields.pop("content", None)) not in (None, []):
         content = _texts(_blocks(given, f"{where}.content", {"text": TextBlock}))
     return validated(model, fields, tuple(where.split("."))), content
 

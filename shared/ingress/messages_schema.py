@@ -10,21 +10,29 @@ from pydantic import AfterValidator, Field
 from shared.ingress.openai_schema import MAX_STOP_CHARS, MAX_STOPS
 from shared.ingress.tool_schema import CallId, FunctionName, Strict, encodable
 
+CACHED: tuple[Any, ...] = (None, {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"})
+"""Every prompt is cached, so this asks for what is done anyway; five minutes are meant where none are told."""
+
 MESSAGES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "cache_control": (None,),
+    "cache_control": CACHED,
+    "compaction": (None,),
     "container": (None,),
     "context_management": (None,),
+    "diagnostics": (None,),
+    "fallback_credit_token": (None,),
+    "fallbacks": (None, []),
     "inference_geo": (None,),
     "mcp_servers": (None, []),
     "output_config": (None, {}),
     "output_format": (None,),
     "service_tier": (None, "auto", "standard_only"),
+    "speed": (None, "standard"),
     "thinking": (None, {"type": "disabled"}),
+    "user_profile_id": (None,),
+    "workspace_id": (None,),
 }
 """Known parameters without support, with the values that ask for nothing."""
 
-CACHED: tuple[Any, ...] = (None, {"type": "ephemeral"})
-"""Every prompt is cached, so this asks for what is done anyway."""
 TOOL_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_callers": (None, ["direct"]),
     "cache_control": CACHED,
@@ -36,6 +44,8 @@ BLOCK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "cache_control": CACHED,
     "caller": (None, {"type": "direct"}),
     "citations": (None, []),
+    "parsed_output": (None,),
+    "toolset_name": (None,),
 }
 
 Text = Annotated[str, AfterValidator(encodable)]

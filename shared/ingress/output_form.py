@@ -9,7 +9,7 @@ from shared.text.tokenizer import Tokenizer
 from shared.tools.formats import END_THINK, THINK, ToolFormat
 from shared.tools.grammar import Thoughts
 from shared.tools.think_stream import ThinkStream
-from shared.tools.tool_stream import CallArguments, CallStart, Content, ToolStream
+from shared.tools.tool_stream import CallArguments, CallStart, Content, ToolStream, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class Parsed:
     thoughts: str = ""
     said: str = ""
     calls: list[CallStart | CallArguments] = field(default_factory=list)
+    in_order: list[Content | CallStart | CallArguments] = field(default_factory=list)
+    """What is said and the calls, as they came; where calls are looked for."""
 
     def __bool__(self) -> bool:
         return bool(self.thoughts or self.said or self.calls)
@@ -81,6 +83,7 @@ class OutputParser:
         if self._tools is None:
             return parsed
         pieces = self._tools.push(said) + (self._tools.finish() if ends else [])
+        parsed.in_order = joined(pieces)
         parsed.said = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         parsed.calls = [piece for piece in pieces if not isinstance(piece, Content)]
         return parsed

@@ -17,7 +17,7 @@ from shared.ingress.completion_body import Usage, call_id
 from shared.ingress.error_body import error_body
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.responses_schema import ResponsesRequest
-from shared.tools.tool_stream import CallArguments, CallStart
+from shared.tools.tool_stream import CallArguments, CallStart, Content
 
 Event = dict[str, Any]
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -62,10 +62,10 @@ class ResponseWriter:
         events: list[Event] = []
         if piece.thoughts:
             events += self._add("reasoning", piece.thoughts)
-        if piece.text:
-            events += self._add("message", piece.text)
-        for news in piece.calls:
-            if isinstance(news, CallStart):
+        for news in piece.in_order:
+            if isinstance(news, Content):
+                events += self._add("message", news.text)
+            elif isinstance(news, CallStart):
                 events += self._begin_call(news)
             else:
                 events += self._arguments(news)
@@ -200,7 +200,8 @@ def _scores(kind: str) -> Mapping[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        # the client library's type needs both; to keep a prompt costs nothing
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.thought_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

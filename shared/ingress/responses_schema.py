@@ -31,9 +31,16 @@ RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 REASONING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"effort": (None,), "generate_summary": (None,), "summary": (None,)}
 TEXT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"verbosity": (None,)}
-TOOL_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"defer_loading": (None, False)}
+TOOL_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "allowed_callers": (None, ["direct"]),
+    "async": (None, False),
+    "defer_loading": (None, False),
+    "output_schema": (None,),
+}
 
 ITEM_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "async": (None, False),
+    "caller": (None, {"type": "direct"}),
     "created_by": (None,),
     "encrypted_content": (None,),
     "namespace": (None,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anthropic
 import pytest
 
 from shared.contracts.errors import InvalidInput, Unavailable
@@ -114,6 +115,9 @@ def test_parameters_are_those_of_the_chat_request() -> None:
         (blocks("user", {"type": "text"}), "messages.0.content.0.text"),
         (blocks("user", {"type": "text", "text": "x", "what": 1}), "messages.0.content.0.what"),
         (blocks("assistant", {**USE, "input": "x"}), "messages.0.content.0.input"),
+        (blocks("user", {"type": "tool_result", "tool_use_id": "t", "content": {}}), "messages.0.content.0.content"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "cache_control"),
+        ({"speed": "fast"}, "speed"),
         (
             blocks("user", {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),
             "messages.0.content.0.content.0.type",
@@ -136,6 +140,25 @@ def test_values_that_ask_for_nothing_pass() -> None:
     for name, values in BLOCK_NEUTRAL.items():
         for value in values:
             parse(**blocks("user", {"type": "text", "text": "x", name: value}))
+
+
+def test_what_the_client_was_answered_can_be_sent_back() -> None:
+    """As its library dumps it, every field set."""
+    _, whole = told([*PIECES])
+    content = anthropic.types.Message.model_validate(whole).model_dump()["content"]
+    assert len(parse(messages=[{"role": "assistant", "content": content}, HI]).messages[0].tool_calls) == 2
+    empty = parse(messages=[HI, {"role": "assistant", "content": []}, HI])
+    assert empty.messages[1].content == ""
+
+
+def test_no_system_blocks_are_no_system() -> None:
+    assert [message.role for message in parse(system=[]).messages] == ["user"]
+
+
+def test_an_empty_result_is_one() -> None:
+    for content in (None, [], ""):
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": content}
+        assert parse(**blocks("user", result)).messages[0].content == ""
 
 
 def test_counting_needs_no_limit() -> None:
@@ -199,11 +222,21 @@ def test_each_thought_text_and_call_is_a_block() -> None:
 
 @pytest.mark.parametrize(
     ("finish", "stop", "reason"),
-    [("stop", "", "end_turn"), ("stop", "x", "stop_sequence"), ("length", "", "max_tokens")],
+    [
+        ("stop", "", "end_turn"),
+        ("stop", "x", "stop_sequence"),
+        ("length", "", "max_tokens"),
+        ("tool_calls", "", "tool_use"),
+    ],
 )
 def test_why_it_stopped(finish: str, stop: str, reason: str) -> None:
     _, whole = told([Piece(0, text="a", finish=finish, stop=stop)])
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop or None)
+
+
+def test_calls_are_told_even_if_a_stop_sequence_came_behind_them() -> None:
+    _, whole = told([*PIECES[:-1], Piece(0, finish="tool_calls", stop="x")])
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
 
 
 def test_an_input_that_is_no_object_is_kept_whole() -> None:

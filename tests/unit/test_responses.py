@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from shared.contracts.errors import InvalidInput, Unavailable
@@ -256,7 +257,7 @@ def test_each_thought_text_and_call_is_an_item() -> None:
     assert response["output"][0]["content"][0]["text"] == "hm, so"
     assert [item["arguments"] for item in response["output"][2:]] == ['{"a": 1}', "{}"]
     assert len({item["id"] for item in response["output"]}) == 4
-    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 1}
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": 1, "cache_write_tokens": 0}
     done = [event["item"] for event in events if event["type"].endswith("item.done")]
     assert done == response["output"]
     ids = {event["output_index"]: event["item"]["id"] for event in events if event["type"].endswith("item.added")}
@@ -283,6 +284,14 @@ def test_pieces_however_they_are_cut_make_the_same_response() -> None:
         ]
     )
     assert whole[-1]["response"] == told(PIECES)[-1]["response"]
+
+
+def test_what_the_client_was_answered_can_be_sent_back() -> None:
+    """As its library dumps it, every field set."""
+    response = openai.types.responses.Response.model_validate(told(PIECES)[-1]["response"])
+    output = [item.model_dump(by_alias=True) for item in response.output]
+    (turn,) = messages(input=output)
+    assert (turn["reasoning_content"], turn["content"], len(turn["tool_calls"])) == ("hm, so", "Let me see.", 2)
 
 
 def test_a_response_that_was_cut_is_incomplete() -> None:
