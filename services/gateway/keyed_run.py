@@ -18,7 +18,7 @@ from services.gateway.chunks import error_frame
 from services.gateway.event_log import FRAME_END, EventLog, make_parts
 from services.gateway.service import Origin
 from shared.contracts import idempotency_messages as i
-from shared.contracts.errors import BatonError, Conflict, Internal
+from shared.contracts.errors import BatonError, Conflict, Forbidden, Internal, InvalidInput, QuotaExceeded
 from shared.contracts.ids import Epoch, IngressId, RequestId, TenantId
 from shared.contracts.messages import Settle
 from shared.contracts.tokens import pack_tokens, unpack_tokens
@@ -36,6 +36,8 @@ LATE_PAUSE_S, LATE_TRIES = 2.0, 60
 """A record that could not be completed is tried again behind the client's back."""
 PARTS_AT_ONCE = 8
 """Most parts in one message."""
+REFUSALS = (InvalidInput, Forbidden, QuotaExceeded)
+"""Told before anything is begun; of other errors that cannot be known."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
 """A longer answer is not kept; a retry runs it again."""
 
@@ -71,6 +73,7 @@ class KeyedRun:
         self._size = 0
         self._body = b""
         self._fenced = False
+        self._later_prompts = False  # those before them may have been submitted
         self._closed = asyncio.Event()
         self._putting = asyncio.Lock()
         self._late: asyncio.Task[None] | None = None
@@ -80,6 +83,7 @@ class KeyedRun:
         state = self.state
         request_id = state.request_id
         if number:
+            self._later_prompts = True
             digest = hashlib.blake2b(f"{request_id}/{number}".encode(), digest_size=16)
             request_id = RequestId(f"req-{digest.hexdigest()}")
         hooks = SessionHooks(self._before_settle, lambda died: None)
@@ -91,11 +95,12 @@ class KeyedRun:
         if self._begun is not None and self._begun.session is not None:
             self._begun.session.cancel("client_gone")
 
-    async def release(self) -> None:
-        """It could not begin, or not go on: whoever comes next may try."""
+    async def release(self, error: BaseException | None = None) -> None:
+        """It could not begin, or not go on: whoever comes next may try. `error`: what it could not begin for."""
+        refused = isinstance(error, REFUSALS) and not self._later_prompts
         try:
             with suppress(BatonError):  # else it is ours until we are gone, or ask for it again
-                await self._put(i.OPEN)
+                await self._put(i.REFUSED if refused else i.OPEN)
         finally:
             self._closed.set()
 

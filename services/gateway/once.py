@@ -204,8 +204,8 @@ class Once:
     async def _run(self, entry: Entry, run: KeyedRun, begin: Begin, leaving: asyncio.Task[None]) -> None:
         try:
             begun = await begin(run)
-        except BaseException:
-            await run.release()
+        except BaseException as exc:
+            await run.release(exc)
             raise
         entry.state, entry.run = run.state, run
         entry.switch(run.log)

@@ -18,6 +18,9 @@ DONE = "done"
 """The answer is complete."""
 OPEN = "open"
 """Nobody runs it, and it has no answer: the next claim gets it."""
+REFUSED = "refused"
+"""It was refused before anything was begun. A first run's record goes, as if the key had never been used; a later
+run's is open."""
 
 
 class IdempotencyClaim(Message, frozen=True, kw_only=True):
@@ -56,7 +59,7 @@ class IdempotencyWrite(Message, frozen=True, kw_only=True):
     request_id: RequestId
     ingress_id: IngressId
     run: int
-    state: str = RUNNING  # running | open | done
+    state: str = RUNNING  # running | open | done | refused
     first_part: int = 0  # number of the first one of `parts`
     parts: tuple[bytes, ...] = ()
     committed: bytes = b""  # all of them, not the new ones

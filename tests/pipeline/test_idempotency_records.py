@@ -129,6 +129,28 @@ async def test_an_open_record_is_the_next_ones(store: Store) -> None:
     assert (await store.claim(B)).outcome == i.YOURS
 
 
+async def test_a_first_run_refused_before_it_began_leaves_nothing(store: Store) -> None:
+    first = await store.claim(A)
+    assert await store.write(first, state=i.REFUSED)
+    assert await store.write(first, state=i.REFUSED)  # again
+    assert await store.redis.execute("KEYS", f"{store.prefix}:*") == []
+    second = await store.claim(B, body="other")
+    assert (second.outcome, second.run) == (i.YOURS, 1)
+    assert await store.write(first, state=i.REFUSED)  # too late: it is not the record of this run
+    assert await store.write(second, who=B)
+
+
+async def test_a_later_run_that_was_refused_leaves_the_record_open(store: Store) -> None:
+    await store.claim(A)
+    fenced = await store.claim(A)
+    later = await store.claim(B, lost=A)
+    assert not await store.write(fenced, state=i.REFUSED)
+    assert await store.write(later, who=B, state=i.REFUSED)
+    assert await store.write(later, who=B, state=i.REFUSED)  # again
+    found = await store.claim(A)
+    assert (found.request_id, found.run) == (later.request_id, 4)
+
+
 async def test_repeated_writes_change_nothing_and_gaps_are_refused(store: Store) -> None:
     mine = await store.claim(A)
     for _ in range(2):

@@ -256,6 +256,7 @@ async def test_a_refused_admission_leaves_the_key_free(redis: RedisStore) -> Non
         world.backend.policy_refuses = QuotaExceeded("slow down", retry_after_s=1.0)
         for gateway in world.gateways:
             assert (await gateway.post("completions", BODY, "k")).status_code == 429
+        assert not await world.records.purge(TenantId("tenant-a"))  # nor does it count among those there may be
         world.backend.policy_refuses = None
         assert (await world.gateways[1].post("completions", BODY, "k")).status_code == 200
         await world.settled(1)
