@@ -15,6 +15,8 @@ from shared.store.sealed import Sealer
 
 MAX_RECORDS = 10_000
 """Records a tenant may have at the same time."""
+MAX_KEPT_BYTES = 512 * 1024 * 1024
+"""Of a tenant's answers, as they are stored. One that would be over it is not kept: a retry runs it again."""
 FULL_RETRY_S = 60.0
 _HANDLE_HEX, _LIFE_HEX = 20, 12
 """Digits of a request id that name the record, and those that tell its lives apart."""
@@ -116,6 +118,7 @@ class IdempotencyRecords:
             write.epoch,
             write.prompt_tokens,
             write.completion_tokens,
+            MAX_KEPT_BYTES,
             *(seal(tenant, f"{place}:{number}", part) for number, part in numbered),
         ]
         code = int(await self._redis.script(_WRITE, self._keys(tenant, request_id), arguments))
@@ -138,8 +141,9 @@ class IdempotencyRecords:
         index = self._key(tenant, "once")
         ids = [RequestId(name.decode()) for name in await self._redis.execute("ZRANGE", index, 0, -1)]
         for request_id in ids:
-            record, parts, _ = self._keys(tenant, request_id)
+            record, parts, *_ = self._keys(tenant, request_id)
             await self._redis.transaction([("UNLINK", record, parts), ("ZREM", index, request_id)])
+        await self._redis.execute("UNLINK", self._key(tenant, "once-bytes"))
         return len(ids)
 
     def _found(self, tenant: TenantId, ask: i.IdempotencyClaim, reply: Sequence[bytes]) -> Found:
@@ -173,7 +177,7 @@ class IdempotencyRecords:
 
     def _keys(self, tenant: TenantId, request_id: RequestId) -> list[str]:
         handle = request_id.removeprefix("req-")[:_HANDLE_HEX]
-        return [self._key(tenant, what) for what in (f"once:{handle}", f"once-parts:{handle}", "once")]
+        return [self._key(tenant, what) for what in (f"once:{handle}", f"once-parts:{handle}", "once", "once-bytes")]
 
 
 def _place(request_id: RequestId, run: int) -> str:

@@ -208,6 +208,37 @@ async def test_records_end_are_counted_and_can_be_purged(store: Store, monkeypat
     assert await store.redis.execute("KEYS", f"{store.prefix}:{{acme}}*") == []
 
 
+async def test_an_answer_over_the_tenants_bytes_is_not_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "MAX_KEPT_BYTES", 1000)
+    first, second = await store.claim(A), await store.claim(A, name="l")
+    assert await store.write(first, parts=(bytes(300),))
+    assert await store.write(second, parts=(bytes(300),))
+    assert await store.write(second, first_part=1, parts=(bytes(600),))  # too much, and it goes on
+    assert await store.write(second, first_part=40, parts=(b"x",), state=i.DONE)
+    assert await store.write(second, first_part=40, parts=(b"x",), state=i.DONE)  # again
+    assert await store.write(first, first_part=1, parts=(bytes(600),), state=i.DONE)  # what the other had is free
+    assert (await store.claim(B)).outcome == i.DONE
+    again = await store.claim(B, name="l")
+    assert (again.outcome, again.run, again.parts) == (i.YOURS, 2, ())
+    assert await store.write(again, who=B, parts=(bytes(600),), state=i.DONE)  # too much at once
+    third = await store.claim(A, name="l")
+    assert (third.outcome, third.run) == (i.YOURS, 3)
+    assert await store.write(third, parts=(b"",), state=i.DONE)
+    assert (await store.claim(A, name="l")).outcome == i.DONE
+
+
+async def test_bytes_of_records_that_ended_are_free(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "MAX_KEPT_BYTES", 1000)
+    old, new = await store.claim(A), await store.claim(A, name="l")
+    await store.write(old, parts=(bytes(800),), state=i.DONE)
+    record, parts, index, sizes = store.kept._keys(T, old.request_id)
+    await store.redis.execute("DEL", record, parts)
+    await store.redis.execute("ZADD", index, 1, old.request_id)  # its time is over
+    assert await store.write(new, parts=(bytes(800),), state=i.DONE)
+    assert (await store.claim(B, name="l")).outcome == i.DONE
+    assert 800 < int(await store.redis.execute("HGET", sizes, "total")) < 1000
+
+
 # ---------------------------------------------------------------------------------------------- lost ingresses
 
 

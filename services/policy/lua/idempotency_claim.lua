@@ -1,10 +1,26 @@
 -- The record of an Idempotency-Key: made, taken over, or only looked at.
--- KEYS: record (hash), parts (list), index (sorted set: request id by expiry)
+-- KEYS: record (hash), parts (list), index (sorted set: request id by expiry), bytes (hash: of parts, by request id,
+--       and in total)
 -- ARGV: request id if this makes it, mark of the body, asker, seed, life (s), ingress that is known to be lost
 --       ('' = none), 1 to make none, known run, known parts, most parts to answer, most records of the tenant
 -- Returns {outcome, run, owner, seed, created (s), sealed committed tokens, number of parts, request id, parts ...}
 local now = tonumber(redis.call('TIME')[1])
 local found = redis.call('HMGET', KEYS[1], 'body', 'state', 'owner')
+
+local function forget(id)
+  local bytes = redis.call('HGET', KEYS[4], id)
+  if bytes then
+    redis.call('HINCRBY', KEYS[4], 'total', -tonumber(bytes))
+    redis.call('HDEL', KEYS[4], id)
+  end
+end
+
+local function sweep()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now)) do
+    forget(id)
+  end
+  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+end
 
 local function record(outcome)
   local is = redis.call('HMGET', KEYS[1], 'run', 'owner', 'seed', 'created', 'committed', 'id')
@@ -17,7 +33,9 @@ local function record(outcome)
 end
 
 local function take()
+  forget(redis.call('HGET', KEYS[1], 'id'))
   redis.call('DEL', KEYS[2])
+  redis.call('HDEL', KEYS[1], 'unkept')
   redis.call('HSET', KEYS[1], 'state', 'running', 'owner', ARGV[3])
   redis.call('HINCRBY', KEYS[1], 'run', 1)
   redis.call('EXPIRE', KEYS[1], ARGV[5])
@@ -29,7 +47,7 @@ if not found[1] then
   if ARGV[7] == '1' then
     return {'missing'}
   end
-  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+  sweep()
   if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then
     return {'full'}
   end

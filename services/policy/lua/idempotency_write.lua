@@ -1,10 +1,28 @@
--- More of a run. KEYS: record, parts, index
+-- More of a run. KEYS: record, parts, index, bytes (see idempotency_claim)
 -- ARGV: request id, writer, run, state, life (s), number of the first part, sealed committed tokens, epoch,
---       prompt tokens, completion tokens, parts ...
+--       prompt tokens, completion tokens, most bytes of the tenant's parts, parts ...
 -- Returns 1, 0 when another run has the record or it is gone, -1 when parts before the first one are missing.
 -- A first run that was refused before it began: the record goes. That it is gone is then well, a repeated write finds so.
-local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state', 'id')
-local state = ARGV[4]
+-- Where the parts would be too many bytes, none of this run's are kept: it ends as one without an answer.
+local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state', 'id', 'unkept')
+local state, unkept = ARGV[4], found[5]
+local now = tonumber(redis.call('TIME')[1])
+
+local function forget(id)
+  local bytes = redis.call('HGET', KEYS[4], id)
+  if bytes then
+    redis.call('HINCRBY', KEYS[4], 'total', -tonumber(bytes))
+    redis.call('HDEL', KEYS[4], id)
+  end
+end
+
+local function sweep()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now)) do
+    forget(id)
+  end
+  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+end
+
 if state == 'refused' and found[4] ~= ARGV[1] then
   return 1
 end
@@ -17,24 +35,50 @@ end
 if state == 'refused' and ARGV[3] ~= '1' then
   state = 'open'
 end
+if state == 'done' and unkept then
+  state = 'open'
+end
 if found[3] ~= 'running' then
   return state == found[3] and 1 or 0
 end
 if state == 'refused' then
+  forget(ARGV[1])
   redis.call('DEL', KEYS[1], KEYS[2])
   redis.call('ZREM', KEYS[3], ARGV[1])
   return 1
 end
 local first, held = tonumber(ARGV[6]), redis.call('LLEN', KEYS[2])
-if held < first then
+if not unkept and held < first then
   return -1
 end
-for i = 11 + held - first, #ARGV do
-  redis.call('RPUSH', KEYS[2], ARGV[i])
+local function over(bytes)
+  return tonumber(redis.call('HGET', KEYS[4], 'total') or '0') + bytes > tonumber(ARGV[11])
+end
+if not unkept then
+  local bytes = 0
+  for i = 12 + held - first, #ARGV do
+    bytes = bytes + #ARGV[i]
+  end
+  if bytes > 0 and over(bytes) then
+    sweep()
+  end
+  if bytes > 0 and over(bytes) then
+    forget(ARGV[1])
+    redis.call('DEL', KEYS[2])
+    redis.call('HSET', KEYS[1], 'unkept', 1)
+    state = state == 'done' and 'open' or state
+  else
+    for i = 12 + held - first, #ARGV do
+      redis.call('RPUSH', KEYS[2], ARGV[i])
+    end
+    redis.call('HINCRBY', KEYS[4], ARGV[1], bytes)
+    redis.call('HINCRBY', KEYS[4], 'total', bytes)
+  end
 end
 redis.call('HSET', KEYS[1], 'state', state, 'committed', ARGV[7], 'epoch', ARGV[8],
   'prompt_tokens', ARGV[9], 'completion_tokens', ARGV[10])
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
-redis.call('ZADD', KEYS[3], tonumber(redis.call('TIME')[1]) + tonumber(ARGV[5]), ARGV[1])
+redis.call('EXPIRE', KEYS[4], ARGV[5])
+redis.call('ZADD', KEYS[3], now + tonumber(ARGV[5]), ARGV[1])
 return 1
