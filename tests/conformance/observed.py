@@ -45,6 +45,8 @@ SETTINGS = {
     "scheduler.worker_timeout_s": "4",
 }
 BYSTANDER_TOKENS = 400
+EVERY_REQUEST = {"gateway", "policy", "scheduler", "prefix-cache-index", "decode"}
+"""Services that a request which was served went through, whatever its path."""
 
 
 @dataclass
@@ -105,7 +107,7 @@ class Observed:
 
 
 def is_whole(spans: list[dict[str, Any]]) -> bool:
-    """Whether the ledger's span, every parent, and of a prompt that was handed off the prefill worker's span are there.
+    """Whether the ledger's span, every parent, and a span of every service the request went through are there.
 
     Services send their spans apart from one another, each up to seconds after they ended.
     """
@@ -113,10 +115,13 @@ def is_whole(spans: list[dict[str, Any]]) -> bool:
     services = {span["service"] for span in spans}
     places = [span for span in spans if span["name"] == "scheduler.place"]
     last = max(places, key=lambda span: span["end_ns"])["attributes"] if places else {}
+    served = any(span["attributes"].get("baton.status") == "ok" for span in spans if span["name"] == "gateway.request")
+    passed = {"policy"} | (EVERY_REQUEST if served else set())
+    passed |= {"prefill"} if last.get("baton.path") == "handed_off" else set()
     return (
         any(span["name"] == "policy.settle" for span in spans)
         and all(not span["parent_id"] or span["parent_id"] in known for span in spans)
-        and (last.get("baton.path") != "handed_off" or "prefill" in services)
+        and passed <= services
     )
 
 
