@@ -1,4 +1,7 @@
-"""`./baton test`: lint, types, compose file and all tests; pytest's own closing line comes last."""
+"""`./baton test`: lint, types, compose file and all tests, in two runs at once.
+
+Tests of whole stacks mostly wait, and unit tests mostly compute: beside one another they take two thirds of the time.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from shared.settings.load import ROOT
+
+COMPUTING = ("tests/unit", "tests/contracts")
+"""Tests that need no services."""
+LOOK_S = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     os.chdir(ROOT)
     failed = [] if options.fast else [name for name, command in checks() if not _passes(name, command)]
     sys.stdout.flush()
-    code = subprocess.run(pytest_command(rest, options.long), check=False).returncode
+    code = run_tests(rest, options.long)
     if failed:
         print(f"failed before the tests: {', '.join(failed)}")
         return code or 1
@@ -52,6 +61,56 @@ def compose_binary() -> Path | None:
         if path.exists():
             return path
     return None
+
+
+def run_tests(rest: Sequence[str], long: bool) -> int:
+    """pytest's exit status; of two runs that of one that failed. Chosen tests, and heavy ones, run alone."""
+    if rest or long:
+        return subprocess.run(pytest_command(rest, long), check=False).returncode
+    with beside(pytest_command(COMPUTING, long)) as computing:
+        others = ["tests", *(f"--ignore={folder}" for folder in COMPUTING)]
+        code = subprocess.run(pytest_command(others, long), check=False).returncode
+        print(f"\n{' and '.join(COMPUTING)}, run at the same time:", flush=True)
+        return computing.show() or code
+
+
+class Beside:
+    """A command that runs with its output kept until it is asked for."""
+
+    def __init__(self, command: Sequence[str], output: Path) -> None:
+        self._output = output
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+    def show(self) -> int:
+        """Print what it has said and says until it ends; its exit status."""
+        with self._output.open(errors="replace") as said:
+            while self.runs:
+                print(said.read(), end="", flush=True)
+                time.sleep(LOOK_S)
+            print(said.read(), end="", flush=True)
+        return self._process.returncode
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Leave nothing that runs."""
+        if self.runs:
+            self._process.terminate()
+            self._process.wait()
+
+
+@contextmanager
+def beside(command: Sequence[str]) -> Iterator[Beside]:
+    """`command` while something else runs."""
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
+        running = Beside(command, Path(folder) / "output")
+        try:
+            yield running
+        finally:
+            running.end()
 
 
 def pytest_command(rest: Sequence[str], long: bool) -> list[str]:
