@@ -1,6 +1,6 @@
 """`./baton test`: lint, types, compose file and all tests, in two runs at once.
 
-Tests of whole stacks mostly wait, and unit tests mostly compute: beside one another they take two thirds of the time.
+Tests of whole stacks mostly wait, and unit tests mostly compute, so each run uses what the other leaves idle.
 """
 
 from __future__ import annotations
