@@ -109,6 +109,9 @@ class RandomTensors:
             return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
         return torch.randn(shape, dtype=torch.bfloat16, device=self._device) * 0.02
 
+    def kept(self, name: str) -> Tensor:
+        return self[name]
+
 
 def copy_rate(device: torch.device) -> float:
     """Bytes a second, read and written ones counted, of the fastest of some device copies."""

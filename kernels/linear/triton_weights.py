@@ -136,11 +136,14 @@ def from_int4(
 
 def from_minimum(q: Tensor, scales: Tensor, minimums: Tensor, group: int, bias: Tensor | None = None) -> DeviceWeight:
     """Pack values q * scale + minimum (GGUF's Q4_1). A scale of 0 stands for a group that is its minimum everywhere."""
+    check_shape("q", q, None, None)
+    _check_group(group, q.shape[1])
+    check_shape("scales", scales, q.shape[0], q.shape[1] // group)
     check_shape("minimums", minimums, *scales.shape)
     flat = scales == 0
-    steps = torch.where(flat, 1.0, scales.float())
+    steps = torch.where(flat, torch.ones_like(scales), scales)
     groups = torch.where(flat, 0, 1).to(torch.uint8).repeat_interleave(group, dim=1)
-    return from_int4(q * groups, steps, -minimums.float() / steps, group, bias=bias)
+    return from_int4(q * groups, steps, -minimums.float() / steps.float(), group, bias=bias)
 
 
 def from_gptq(

@@ -7,7 +7,7 @@ code runs in Triton's interpreter, for proofs. Families differ as `shared.model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,20 +19,25 @@ from kernels.attention.triton_attention import TritonPlan, attend
 from kernels.attention.triton_tuning import HEAD_DIMS
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.embedding.triton_kernel import embed
+from kernels.linear.quantize import NONE, QUANTS, Quant
 from kernels.linear.triton_few_rows import MAX_ROWS, few_rows_linear
+from kernels.linear.triton_kernel import linear
+from kernels.linear.triton_weights import DeviceWeight
 from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm
 from kernels.rotary.triton_kernel import HeadNorm, rotary_store_kv
 from shared.contracts.errors import SettingsError
 from shared.kv.layout import LayerGroup
 from shared.model.config import ModelConfig, load_config
-from shared.model.device_weights import DeviceWeights, LayerWeights, Matrix, load_weights
+from shared.model.device_weights import DeviceWeights, LayerWeights, load_weights
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FUSED_HIDDEN = 2048
 """Widest model whose steps of a few rows are fused: beyond, products of the library gain more than launches cost."""
+EXACT = "exact"
+"""Of plain matrix products: computed by `kernels.linear.triton_kernel`, not by a library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +60,33 @@ class DeviceDecoder:
 
     Args:
         fuse: whether steps of a few rows run norms, gates and residuals within matrix products; None = where it pays.
+            Never with integers, nor with `exact`.
+        quant: how `weights` are kept.
+        exact: multiply by kernels whose rows do not depend on how many there are: then no bit of a row does.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: DeviceWeights, kernels: KernelChoice, fuse: bool | None = None
+        self,
+        config: ModelConfig,
+        weights: DeviceWeights,
+        kernels: KernelChoice,
+        fuse: bool | None = None,
+        quant: Quant = NONE,
+        exact: bool = False,
     ) -> None:
         family = config.family
         self.config = config
         self.dtype = weights.embedding.dtype
-        self.kernels = kernels
+        # part of the numerics id
+        self.kernels = replace(kernels, linear=EXACT) if exact else kernels
+        self.quant = quant
+        self.exact = exact
         self.weights = weights
         self.device = weights.embedding.device
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, torch.float32).to(self.device)
         self._offset = 1.0 if family.norm_offset else 0.0
         self._gate: Gate = "gelu_tanh" if family.gelu else "silu"
-        can_fuse = not family.post_norms and not family.num_experts
+        can_fuse = not (family.post_norms or family.num_experts or quant.bits or exact)
         self._fused = can_fuse and (config.hidden_size <= FUSED_HIDDEN if fuse is None else fuse)
         # rounded as the checkpoint's own code rounds it
         scale = torch.tensor(config.hidden_size**0.5).to(self.dtype).item()
@@ -125,29 +142,28 @@ class DeviceDecoder:
     ) -> Tensor:
         """`forward` for a handful of rows: norms, gate and residual are part of the matrix products' launches."""
         config, weights = self.config, self.weights
-        eps, offset = config.rms_norm_eps, self._offset
         residual = embed(step.token_ids, step.token_source, samples, weights.embedding, self._embedding_scale)
         for index, layer in enumerate(weights.layers):
             assert layer.gate_up is not None
             assert layer.down is not None
             group, position = place[index]
             plan, pool = plans[group, config.family.window(index)], pools[group][:, position]
-            qkv = few_rows_linear(residual, *layer.qkv, norm=layer.attention_norm, eps=eps, offset=offset)
+            qkv = self._few(residual, layer.qkv, norm=layer.attention_norm)
             heads = self._heads(qkv, layer, step, plan, step.slots[group], pool)
-            few_rows_linear(heads, *layer.o, residual=residual)
-            x = few_rows_linear(residual, *layer.gate_up, norm=layer.mlp_norm, eps=eps, offset=offset, gate=self._gate)
-            few_rows_linear(x, *layer.down, residual=residual)
+            self._few(heads, layer.o, residual=residual)
+            x = self._few(residual, layer.gate_up, norm=layer.mlp_norm, gate=self._gate)
+            self._few(x, layer.down, residual=residual)
         if step.logit_rows.shape[0] == 0 or weights.head is None:
             return self._logits(residual, residual, step.logit_rows)
         wanted = residual.index_select(0, step.logit_rows)
-        logits = few_rows_linear(wanted, weights.head, norm=weights.norm, eps=eps, offset=offset)
+        logits = self._few(wanted, weights.head, norm=weights.norm)
         return self._capped(logits)
 
     def _attend(
         self, x: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, pool: Tensor
     ) -> Tensor:
         """Self-attention of normalized rows: [num_rows, hidden] → the same; their K and V go to the pool."""
-        return _linear(self._heads(_linear(x, layer.qkv), layer, step, plan, slots, pool), layer.o)
+        return self._linear(self._heads(self._linear(x, layer.qkv), layer, step, plan, slots, pool), layer.o)
 
     def _heads(
         self, qkv: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, pool: Tensor
@@ -167,11 +183,11 @@ class DeviceDecoder:
         """The gated feed-forward block, or the mixture of such, of normalized rows: [num_rows, hidden] → the same."""
         if layer.experts is not None:
             mixture = layer.experts
-            ids, shares = route(F.linear(x, mixture.router), self.config.family.experts_per_token)
+            ids, shares = route(self._linear(x, mixture.router), self.config.family.experts_per_token)
             return experts(x, mixture.gate_up, mixture.down, ids, shares, self._gate)
         assert layer.gate_up is not None
         assert layer.down is not None
-        return _linear(gate_mul(_linear(x, layer.gate_up), self._gate), layer.down)
+        return self._linear(gate_mul(self._linear(x, layer.gate_up), self._gate), layer.down)
 
     def _logits(self, update: Tensor, residual: Tensor, rows: Tensor) -> Tensor:
         head = self.weights.head
@@ -180,7 +196,7 @@ class DeviceDecoder:
         if head is None:
             raise ValueError(f"{rows.shape[0]} rows of logits asked of a model loaded without its head")
         wanted = residual.index_select(0, rows)
-        return self._capped(F.linear(self._add_norm(update.index_select(0, rows), wanted, self.weights.norm), head))
+        return self._capped(self._linear(self._add_norm(update.index_select(0, rows), wanted, self.weights.norm), head))
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.config.family.logit_cap
@@ -192,22 +208,42 @@ class DeviceDecoder:
     def _add_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         return add_rms_norm(x, residual, weight, self.config.rms_norm_eps, self._offset)
 
+    def _linear(self, x: Tensor, weight: DeviceWeight) -> Tensor:
+        if weight.kind == "plain" and not self.exact:
+            return F.linear(x, weight.data, weight.bias)
+        return linear(x, weight)
 
-def _linear(x: Tensor, matrix: Matrix) -> Tensor:
-    return F.linear(x, matrix.weight, matrix.bias)
+    def _few(
+        self,
+        x: Tensor,
+        weight: DeviceWeight,
+        norm: Tensor | None = None,
+        gate: Gate | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        eps, offset = self.config.rms_norm_eps, self._offset
+        return few_rows_linear(
+            x, weight.data, weight.bias, norm=norm, eps=eps, offset=offset, gate=gate, residual=residual
+        )
 
 
-def load_device_decoder(folder: Path, dtype: str, device: str, with_head: bool = True) -> DeviceDecoder:
+def load_device_decoder(
+    folder: Path, dtype: str, device: str, with_head: bool = True, quant: str = NONE.name, exact: bool = False
+) -> DeviceDecoder:
     """Load a model folder onto a device.
 
     Args:
         dtype: compute dtype; the checkpoint may hold another.
         device: "cuda", or "cpu" in Triton's interpreter.
         with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
+        quant: a key of `QUANTS`: how the weights of layers are kept, and by its `head` the output head's.
+        exact: see `DeviceDecoder`.
 
     Raises:
-        SettingsError: folder or dtype cannot be used, or the kernels cannot run there.
+        SettingsError: folder, dtype or quant cannot be used, or the kernels cannot run there.
     """
+    if quant not in QUANTS:
+        raise SettingsError(f"quant {quant!r} is none of {', '.join(QUANTS)}", param="quant")
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)} on a GPU", param="dtype")
     try:
@@ -217,8 +253,8 @@ def load_device_decoder(folder: Path, dtype: str, device: str, with_head: bool =
     config = load_config(folder)
     _require_sizes(config, folder)
     with Weights(folder, config) as weights:
-        loaded = load_weights(config, weights, torch.device(device), DTYPES[dtype], with_head)
-    return DeviceDecoder(config, loaded, choice)
+        loaded = load_weights(config, weights, torch.device(device), DTYPES[dtype], with_head, QUANTS[quant])
+    return DeviceDecoder(config, loaded, choice, quant=QUANTS[quant], exact=exact)
 
 
 def _require_sizes(config: ModelConfig, folder: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.linear.triton_weights import DeviceWeight
+from kernels.arguments import KernelArgumentError
+from kernels.linear.quantize import NONE, Int4Weight, Quant, Unquantizable
+from kernels.linear.triton_weights import DeviceWeight, plain
+from kernels.moe.triton_kernel import stacked
+from shared.contracts.errors import SettingsError
 from shared.model.checkpoint import EMBEDDING, HEAD, MOE
 from shared.model.config import ModelConfig
+from shared.model.device_packing import joined, on_device, packed
 
 
 class TensorSource(Protocol):
@@ -18,19 +23,16 @@ class TensorSource(Protocol):
 
     def __getitem__(self, name: str) -> Tensor: ...
 
-
-class Matrix(NamedTuple):
-    """A linear layer: y = x weight^T + bias."""
-
-    weight: Tensor  # [out_features, in_features]
-    bias: Tensor | None = None  # [out_features]
+    def kept(self, name: str) -> Tensor | Int4Weight:
+        """A matrix as it is kept there, integers as integers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture's feed-forward blocks and the router that picks among them."""
 
-    router: Tensor  # [num_experts, hidden]
+    router: DeviceWeight  # [num_experts, hidden], never of integers
     gate_up: DeviceWeight  # [num_experts, 2 * width, hidden], gate first
     down: DeviceWeight  # [num_experts, hidden, width]
 
@@ -40,53 +42,72 @@ class LayerWeights:
     """One decoder layer. Norms that a family lacks are None."""
 
     attention_norm: Tensor
-    qkv: Matrix
+    qkv: DeviceWeight
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Matrix
+    o: DeviceWeight
     after_attention_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Matrix | None  # None: a mixture
-    down: Matrix | None
+    gate_up: DeviceWeight | None  # None: a mixture
+    down: DeviceWeight | None
     experts: Experts | None
     after_mlp_norm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """A whole model. `head` is None for one who only makes KV, and the embedding itself where the two are tied."""
+    """A whole model. `head` is None for one who only makes KV, and over the embedding itself where the two are tied and
+    weights are no integers."""
 
     embedding: Tensor  # [vocab_size, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    head: Tensor | None  # [vocab_size, hidden]
+    head: DeviceWeight | None  # [vocab_size, hidden]
 
     @property
     def step_bytes(self) -> int:
         """Bytes of weights that a step of few rows reads: all but the embedding, of which it reads a row a token."""
-        layers = sum(_bytes(layer) for layer in self.layers)
-        return layers + sum(tensor.nbytes for tensor in (self.norm, self.head) if tensor is not None)
+        return sum(_bytes(part) for part in (*self.layers, self.norm, self.head))
 
 
 def load_weights(
-    config: ModelConfig, source: TensorSource, device: torch.device, dtype: torch.dtype, with_head: bool = True
+    config: ModelConfig,
+    source: TensorSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    with_head: bool = True,
+    quant: Quant = NONE,
 ) -> DeviceWeights:
-    """Copy a model to the device, tensor by tensor: at no time is more than one of them on the host."""
-    loader = _Loader(config, source, device, dtype)
+    """Copy a model to the device, tensor by tensor: at no time is more than one of them on the host.
+
+    Args:
+        quant: how the weights of layers are kept, and by its `head` that of the output head; the embedding, a router
+            and norms are of `dtype`.
+
+    Raises:
+        SettingsError: a weight has no such integers; names it (param `quant`).
+    """
+    loader = _Loader(config, source, device, dtype, quant)
     embedding = loader.tensor(EMBEDDING)
     layers = tuple(loader.layer(i) for i in range(config.num_layers))
     head = None
     if with_head:
-        head = embedding if config.tied_embeddings else loader.tensor(HEAD)
+        tied = config.tied_embeddings
+        # integers of the weight as it was kept: of what the embedding was rounded to they might be others
+        shared = tied and not quant.bits
+        head = plain(embedding) if shared else loader.packed(quant.head, EMBEDDING if tied else HEAD)
     return DeviceWeights(embedding, layers, loader.tensor("model.norm.weight"), head)
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, source: TensorSource, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, device: torch.device, dtype: torch.dtype, quant: Quant
+    ) -> None:
         self._config = config
         self._source = source
         self._device = device
         self._dtype = dtype
+        self._quant = quant
 
     def tensor(self, *names: str) -> Tensor:
         """Tensors joined along their first dimension."""
@@ -94,9 +115,19 @@ class _Loader:
         parts = [self._source[name].to(self._device, self._dtype, copy=True) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def matrix(self, bias: bool, *names: str) -> Matrix:
-        weight = self.tensor(*(f"{name}.weight" for name in names))
-        return Matrix(weight, self.tensor(*(f"{name}.bias" for name in names)) if bias else None)
+    def packed(self, quant: Quant, *names: str, bias: Tensor | None = None) -> DeviceWeight:
+        """Matrices joined along their outputs, as `quant` keeps them."""
+        if not quant.bits:
+            return plain(self.tensor(*names), bias)
+        parts = joined([on_device(self._source.kept(name), self._device) for name in names])
+        try:
+            return packed(parts, quant, bias)
+        except (Unquantizable, KernelArgumentError) as exc:
+            raise SettingsError(f"quant {quant.name!r}: {names[0]}: {exc}", param="quant") from exc
+
+    def matrix(self, bias: bool, *names: str) -> DeviceWeight:
+        biases = self.tensor(*(f"{name}.bias" for name in names)) if bias else None
+        return self.packed(self._quant, *(f"{name}.weight" for name in names), bias=biases)
 
     def layer(self, index: int) -> LayerWeights:
         config, family = self._config, self._config.family
@@ -127,6 +158,18 @@ class _Loader:
         )
 
     def _experts(self, prefix: str) -> Experts:
+        count = self._config.family.num_experts
+        router = plain(self.tensor(f"{prefix}.gate.weight"))
+        if self._quant.bits:
+            names = [f"{prefix}.experts.{i}" for i in range(count)]
+            gate_up = [self.packed(self._quant, f"{name}.w1.weight", f"{name}.w3.weight") for name in names]
+            return Experts(
+                router, stacked(gate_up), stacked([self.packed(self._quant, f"{name}.w2.weight") for name in names])
+            )
+        return self._plain_experts(prefix, router)
+
+    def _plain_experts(self, prefix: str, router: DeviceWeight) -> Experts:
+        """Read straight to where they stay: joined afterwards, a layer's experts would be there twice."""
         config, count = self._config, self._config.family.num_experts
         width, hidden = config.intermediate_size, config.hidden_size
         gate_up = torch.empty(count, 2 * width, hidden, dtype=self._dtype, device=self._device)
@@ -137,7 +180,7 @@ class _Loader:
             gate_up[i, width:].copy_(self._source[f"{expert}.w3.weight"])
             down[i].copy_(self._source[f"{expert}.w2.weight"])
         return Experts(
-            self.tensor(f"{prefix}.gate.weight"),
+            router,
             DeviceWeight("plain", gate_up, hidden, 2 * width),
             DeviceWeight("plain", down, width, hidden),
         )
@@ -147,5 +190,4 @@ def _bytes(part: object) -> int:
     """Bytes of all tensors in a structure of them."""
     if isinstance(part, Tensor):
         return part.nbytes
-    parts = part if isinstance(part, Matrix) else [getattr(part, name) for name in getattr(part, "__slots__", ())]
-    return sum(_bytes(each) for each in parts)
+    return sum(_bytes(getattr(part, name)) for name in getattr(part, "__slots__", ()))
