@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
-from nats.protocol.command import pub_cmd
+from nats.protocol.command import hpub_cmd, pub_cmd
+
+from shared.bus.nats_reading import DirectReader, Malformed
 
 log = logging.getLogger("baton.bus")
 
 MAX_UNSENT_BYTES = 256 * 1024
 """What may lie in this process for a server that takes nothing, before a message waits for it in its sender's queue."""
+PLAIN_HEADERS = b"NATS/1.0\r\n"
+STATUS, NO_RESPONDERS = "Status", "503"
 
 
 class AtOnce:
@@ -32,6 +38,42 @@ class AtOnce:
 class DirectClient(Client):
     """nats-py's client, with ways past its tasks and queues, and with headers as tenants like to write them."""
 
+    _asked = 0
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """As the library's, whose queue and task only what cannot be written at once passes."""
+        if not self.write(subject, payload, reply, headers):
+            await super().publish(subject, payload, reply, dict(headers) if headers is not None else None)
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = 0.5,
+        old_style: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> Msg:
+        """As the library's new style. Raises nats.errors.TimeoutError, NoRespondersError and what `publish` raises."""
+        if not self._resp_sub_prefix:
+            await self._init_request_sub()
+        assert self._resp_sub_prefix is not None
+        self._asked += 1
+        token, loop = str(self._asked), asyncio.get_running_loop()
+        asking: asyncio.Future[Msg] = loop.create_future()
+        self._resp_map[token] = asking
+        timer = loop.call_later(timeout, _give_up, asking)
+        try:
+            await self.publish(subject, payload, (self._resp_sub_prefix + token.encode()).decode(), headers)
+            answer = await asking
+        finally:
+            timer.cancel()
+            self._resp_map.pop(token, None)
+        if answer.headers and answer.headers.get(STATUS) == NO_RESPONDERS:
+            raise nats.errors.NoRespondersError
+        return answer
+
     async def _init_request_sub(self) -> None:
         await super()._init_request_sub()
         for sub in self._subs.values():
@@ -43,20 +85,81 @@ class DirectClient(Client):
         if asking is not None and not asking.done():
             asking.set_result(msg)
 
-    def write(self, subject: str, payload: bytes) -> bool:
-        """Give the socket a message without headers. False: others wait before it, or the server takes no more."""
+    def write(self, subject: str, payload: bytes, reply: str = "", headers: Mapping[str, str] | None = None) -> bool:
+        """Give the socket a message. False: others wait before it, the server takes no more, or it is not well formed.
+
+        A message that is not well formed is left to the library, which refuses it.
+        """
         transport = self._transport
         if self._pending or self._status != Client.CONNECTED or not isinstance(transport, TcpTransport):
             return False
         writer = transport._io_writer
-        if writer is None:
+        fits = len(payload) <= self._max_payload and _is_name(subject) and (not reply or _is_name(reply))
+        if writer is None or not fits:
             return False
         socket = writer.transport
         if socket.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return False
+        if headers is None:
+            command = pub_cmd(subject, reply, payload)
+        elif (lines := _header_lines(headers)) is not None:
+            command = hpub_cmd(subject, reply, lines, payload)
+        else:
+            return False
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += len(payload)
-        socket.write(pub_cmd(subject, "", payload))
+        socket.write(command)
+        return True
+
+    async def _read_loop(self) -> None:
+        transport = self._transport
+        if not isinstance(transport, TcpTransport) or transport._io_writer is None or transport._io_reader is None:
+            await super()._read_loop()
+            return
+        socket, stream = transport._io_writer.transport, transport._io_reader
+        reader = DirectReader(socket.get_protocol(), self._take)
+        begun = bytes(stream._buffer)  # type: ignore[attr-defined]  # what came right behind the greeting
+        socket.set_protocol(reader)
+        reader.data_received(begun)
+        if stream._eof or stream.exception() is not None:  # type: ignore[attr-defined]
+            reader.ended(stream.exception())
+        else:
+            socket.resume_reading()  # type: ignore[attr-defined]
+        try:
+            while not (self.is_closed or self.is_reconnecting):
+                await self._ps.parse(await reader.command())
+        except asyncio.CancelledError:
+            pass
+        except Malformed:
+            await self._process_op_err(nats.errors.ProtocolError())
+        except EOFError:
+            unexpected = nats.errors.UnexpectedEOF()
+            await self._error_cb(unexpected)
+            await self._process_op_err(unexpected)
+        except (OSError, nats.errors.ProtocolError) as exc:
+            await self._process_op_err(exc)
+        except Exception:
+            log.exception("reading from NATS failed")
+        finally:
+            reader.stop()
+
+    def _take(self, sid: int, subject: bytes, reply: bytes, headers: bytes, payload: bytes) -> bool:
+        sub = self._subs.get(sid)
+        if sub is None:  # it was ended
+            return True
+        take: object = sub._future
+        if not isinstance(take, AtOnce) or sub._max_msgs:
+            return False
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(payload)
+        sub._received += 1
+        if not headers:
+            found = None
+        elif headers.startswith(PLAIN_HEADERS):
+            found = self._parse_header_lines(headers[len(PLAIN_HEADERS) :])
+        else:
+            return False
+        take.set_result(Msg(self, subject.decode(), reply.decode(), payload, found, _sid=sid))
         return True
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
@@ -76,3 +179,20 @@ class DirectClient(Client):
             if colon and key.isascii() and len(key.split()) < 2:
                 found[key.decode()] = value.strip().decode("utf-8", "replace")
         return found
+
+
+def _is_name(subject: str) -> bool:
+    return subject.isprintable() and bool(subject) and " " not in subject
+
+
+def _give_up(asking: asyncio.Future[Msg]) -> None:
+    if not asking.done():
+        asking.set_exception(nats.errors.TimeoutError())
+
+
+def _header_lines(headers: Mapping[str, str]) -> bytes | None:
+    """A message's headers on the wire; None when a name or value would need changing first."""
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if lines.count("\n") != len(headers) or lines.count("\r") != len(headers) or "" in headers:
+        return None
+    return PLAIN_HEADERS + lines.encode() + b"\r\n"
