@@ -29,6 +29,7 @@ from shared.engine.device_compute import DeviceCompute, StepLimits
 from shared.engine.device_runner import DeviceRunner
 from shared.engine.device_stream import DeviceStream
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
+from shared.kv.device_spans import KvView
 from shared.model.checkpoint import expected_shapes
 from shared.model.config import ModelConfig, layer_groups, parse_config
 from shared.model.device_decoder import DeviceDecoder
@@ -148,7 +149,7 @@ class Case:
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self.tables = [tuple(order[i * each : (i + 1) * each]) for i in range(sequences)]
         limits = StepLimits(max(512, sequences), sequences, config.max_positions)
-        self.compute = DeviceCompute(model, groups, (self.pool,), limits)
+        self.compute = DeviceCompute(model, groups, (KvView(self.pool),), limits)
         self.stream = DeviceStream(model.device)
         self.size = next(bucket for bucket in self.compute.buckets if sequences <= bucket)
         self.graphs = DecodeGraphs(self.stream, self.compute.decode)

@@ -22,23 +22,25 @@ _MOST_CHUNKS = 65535
 def copy_spans_kernel(
     source_ptr,  # [any, words] int32
     target_ptr,  # [any, words] int32
-    ids_ptr,  # [num_spans] int64: the block each span is copied from, or with SCATTER to
+    from_ptr,  # [num_spans] int64: the block each span is copied from, with CHOOSE_FROM; the spans in order otherwise
+    to_ptr,  # [num_spans] int64: and to, with CHOOSE_TO
     words,
-    SCATTER: tl.constexpr,
+    CHOOSE_FROM: tl.constexpr,
+    CHOOSE_TO: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Copy a chunk of a span. Grid: (num_spans, words / CHUNK rounded up)."""
     i = tl.program_id(0).to(tl.int64)
-    block = tl.load(ids_ptr + i)
+    # int64: a block's place passes 2**31 words on a large pool
+    i_from, i_to = i, i
+    if CHOOSE_FROM:
+        i_from = tl.load(from_ptr + i)
+    if CHOOSE_TO:
+        i_to = tl.load(to_ptr + i)
     o_w = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     m_w = o_w < words
-    # int64: block * words passes 2**31 on a large pool
-    if SCATTER:
-        b_w = tl.load(source_ptr + i * words + o_w, mask=m_w)  # [CHUNK]
-        tl.store(target_ptr + block * words + o_w, b_w, mask=m_w)
-    else:
-        b_w = tl.load(source_ptr + block * words + o_w, mask=m_w)  # [CHUNK]
-        tl.store(target_ptr + i * words + o_w, b_w, mask=m_w)
+    b_w = tl.load(source_ptr + i_from * words + o_w, mask=m_w)  # [CHUNK]
+    tl.store(target_ptr + i_to * words + o_w, b_w, mask=m_w)
 
 
 @triton.jit
@@ -90,18 +92,39 @@ def gather_blocks(pool: Tensor, ids: Tensor, spans: Tensor) -> None:
     Raises:
         KernelArgumentError: an argument does not fit the others.
     """
-    _copy(pool, ids, spans, "spans", scatter=False)
+    _check_spans(spans, ids, pool)
+    _copy(_words("pool", pool), ids, _words("spans", spans), None)
 
 
 def scatter_blocks(spans: Tensor, ids: Tensor, pool: Tensor) -> None:
     """Copy blocks in: `pool[ids[i]] = spans[i]`. No id occurs twice. Arguments: see `gather_blocks`."""
-    _copy(pool, ids, spans, "spans", scatter=True)
+    _check_spans(spans, ids, pool)
+    _copy(_words("spans", spans), None, _words("pool", pool), ids)
+
+
+def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """Copy blocks of one pool into another: `target[target_ids[i]] = source[source_ids[i]]`. No target occurs twice.
+
+    Args:
+        source, target: [num_blocks, ...], contiguous, alike but for the number of blocks; their bytes do not overlap.
+        source_ids, target_ids: [num_spans] int64 on the device, each inside its pool.
+
+    Raises:
+        KernelArgumentError: an argument does not fit the others.
+    """
+    check_shape("target", target, None, *source.shape[1:])
+    check_dtype("target", target, source.dtype)
+    check_device("target", target, source)
+    _check_ids("source_ids", source_ids, source)
+    _check_ids("target_ids", target_ids, target)
+    check_shape("target_ids", target_ids, *source_ids.shape)
+    _copy(_words("source", source), source_ids, _words("target", target), target_ids)
 
 
 def zero_blocks(pool: Tensor, ids: Tensor) -> None:
     """Overwrite blocks with zeros: what a purge does. Arguments: see `gather_blocks`."""
     words = _words("pool", pool)
-    _check_ids(ids, pool)
+    _check_ids("ids", ids, pool)
     if ids.shape[0] and words.shape[1]:
         zero_spans_kernel[(ids.shape[0], _chunks(words))](words, ids, words.shape[1], CHUNK=_CHUNK, num_warps=4)
 
@@ -115,7 +138,7 @@ def digest_blocks(pool: Tensor, ids: Tensor) -> Tensor:
         [num_spans, 2] int64, the sums' bits.
     """
     words = _words("pool", pool)
-    _check_ids(ids, pool)
+    _check_ids("ids", ids, pool)
     sums = torch.zeros(ids.shape[0], 2, _chunks(words), dtype=torch.int64, device=pool.device)
     if sums.numel():
         digest_spans_kernel[(ids.shape[0], sums.shape[2])](
@@ -125,18 +148,24 @@ def digest_blocks(pool: Tensor, ids: Tensor) -> Tensor:
     return sums.sum(2)
 
 
-def _copy(pool: Tensor, ids: Tensor, spans: Tensor, name: str, scatter: bool) -> None:
-    words, others = _words("pool", pool), _words(name, spans)
-    _check_ids(ids, pool)
-    check_shape(name, spans, ids.shape[0], *pool.shape[1:])
-    check_dtype(name, spans, pool.dtype)
-    check_device(name, spans, pool)
-    if not others.numel():
+def _copy(source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None) -> None:
+    """Both [blocks, words] int32; without ids a side's blocks are taken in order."""
+    ids = target_ids if source_ids is None else source_ids
+    assert ids is not None
+    if not ids.shape[0] or not source.numel():
         return
-    source, target = (others, words) if scatter else (words, others)
-    copy_spans_kernel[(ids.shape[0], _chunks(words))](
-        source, target, ids, words.shape[1], SCATTER=scatter, CHUNK=_CHUNK, num_warps=4
-    )
+    copy_spans_kernel[(ids.shape[0], _chunks(source))](
+        source, target, ids if source_ids is None else source_ids, ids if target_ids is None else target_ids,
+        source.shape[1], CHOOSE_FROM=source_ids is not None, CHOOSE_TO=target_ids is not None, CHUNK=_CHUNK,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _check_spans(spans: Tensor, ids: Tensor, pool: Tensor) -> None:
+    _check_ids("ids", ids, pool)
+    check_shape("spans", spans, ids.shape[0], *pool.shape[1:])
+    check_dtype("spans", spans, pool.dtype)
+    check_device("spans", spans, pool)
 
 
 def _words(name: str, tensor: Tensor) -> Tensor:
@@ -153,11 +182,11 @@ def _words(name: str, tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape[0], -1).view(torch.uint8).view(torch.int32)
 
 
-def _check_ids(ids: Tensor, pool: Tensor) -> None:
-    check_shape("ids", ids, None)
-    check_dtype("ids", ids, torch.int64)
-    check_contiguous("ids", ids)
-    check_device("ids", ids, pool)
+def _check_ids(name: str, ids: Tensor, pool: Tensor) -> None:
+    check_shape(name, ids, None)
+    check_dtype(name, ids, torch.int64)
+    check_contiguous(name, ids)
+    check_device(name, ids, pool)
 
 
 def _chunks(words: Tensor) -> int:

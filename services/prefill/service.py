@@ -40,7 +40,6 @@ from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.handoff import Free, SendCommit, Source, SourceEffect, SourceIdentity
-from shared.kv.transfer import digest_blocks
 from shared.telemetry import attributes as a
 from shared.telemetry import metric_names as names
 
@@ -290,7 +289,7 @@ class PrefillWorker:
                     for position in positions
                 ]
                 digests = await loop.run_in_executor(
-                    self._thread, digest_blocks, self.shell.core.pool.span, source.attempt, blocks
+                    self._thread, self.shell.core.digest_blocks, source.attempt, blocks
                 )
                 if self.table.get(source.attempt) is not source:
                     break

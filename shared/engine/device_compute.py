@@ -23,7 +23,8 @@ from shared.engine.device_batch import (
     parts_of,
 )
 from shared.engine.step_plan import StepPlan
-from shared.kv.layout import LayerGroup
+from shared.kv.device_spans import KvView
+from shared.kv.layout import SCALED, LayerGroup
 from shared.model.device_decoder import DeviceDecoder, DeviceStep, Plans
 
 PARTIAL_BYTES = 256 * 1024 * 1024
@@ -50,17 +51,20 @@ class DeviceCompute:
     """A model over a pool, and the buffers its steps read and write.
 
     Args:
-        pools: per group [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        pools: one for each group.
 
     Raises:
-        SettingsError: the pool is not of the model's dtype, or its groups do not hold the model's layers.
+        SettingsError: the pool is neither of the model's dtype nor of 8-bit values, or its groups do not hold the
+            model's layers.
     """
 
     def __init__(
-        self, model: DeviceDecoder, groups: tuple[LayerGroup, ...], pools: tuple[Tensor, ...], limits: StepLimits
+        self, model: DeviceDecoder, groups: tuple[LayerGroup, ...], pools: tuple[KvView, ...], limits: StepLimits
     ) -> None:
-        if any(pool.dtype != model.dtype for pool in pools):
-            raise SettingsError(f"the pool's dtype differs from the model's {model.dtype}", param="kv_dtype")
+        computed = str(model.dtype).removeprefix("torch.")
+        for group in groups:
+            if group.dtype not in (computed, *SCALED):
+                raise SettingsError(f"KV dtype {group.dtype} differs from the model's {computed}", param="kv.dtype")
         if sorted(layer for group in groups for layer in group.layers) != list(range(model.config.num_layers)):
             raise SettingsError("the pool's layer groups do not hold the model's layers", param="kv_dir")
         self.model = model
@@ -122,6 +126,7 @@ class DeviceCompute:
                     num_kv_heads=group.num_kv_heads,
                     head_dim=config.head_dim,
                     window=window,
+                    quantized=group.dtype in SCALED,
                 )
         return self._run(step, plans, parts)
 
@@ -142,6 +147,7 @@ class DeviceCompute:
                 config.head_dim,
                 self.model.device,
                 window,
+                group.dtype in SCALED,
             )
             for g, group in enumerate(self.groups)
             for window in self._windows

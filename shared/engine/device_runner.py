@@ -69,7 +69,7 @@ class DeviceRunner:
         inputs = self._stream.host_buffer(words)
         outputs = self._stream.host_buffer(self._compute.drawn.numel()).view(self._compute.drawn.shape)
         compute = self._compute
-        num_blocks = [pool.shape[0] for pool in compute.pools]
+        num_blocks = [pool.values.shape[0] for pool in compute.pools]
         writer = BatchWriter(inputs.numpy(), compute.groups, num_blocks, compute.model.config.vocab_size)
         return _Slot(inputs, outputs, writer)
 
@@ -101,7 +101,7 @@ class DeviceRunner:
         """
         with _lost("zeroing blocks"), self._stream.use(), torch.inference_mode():
             for group, block_id in blocks:
-                self._compute.pools[group][block_id].zero_()
+                self._compute.pools[group].zero(block_id)
             mark = self._stream.mark()
         return partial(_wait, mark)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.sampling import SamplingParams
@@ -17,7 +16,7 @@ from shared.engine.device_compute import DeviceCompute, StepLimits
 from shared.engine.device_runner import DeviceRunner
 from shared.engine.device_stream import DeviceStream
 from shared.engine.step_plan import ScheduledSequence, StepPlan
-from shared.kv.device_pool import device_views
+from shared.kv.device_spans import KvView, device_views
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.model.device_decoder import DeviceDecoder
 
@@ -94,11 +93,11 @@ class Steps:
     """Everything that runs a model's steps over a pool: buffers, captured graphs, the runner."""
 
     def __init__(
-        self, model: DeviceDecoder, groups: tuple[LayerGroup, ...], pools: tuple[Tensor, ...], limits: StepLimits
+        self, model: DeviceDecoder, groups: tuple[LayerGroup, ...], pools: tuple[KvView, ...], limits: StepLimits
     ) -> None:
         self._limits = limits
         self._groups = groups
-        self._num_blocks = [pool.shape[0] for pool in pools]
+        self._num_blocks = [pool.values.shape[0] for pool in pools]
         self._samples = model.weights.head is not None
         stream = DeviceStream(model.device)
         compute = DeviceCompute(model, groups, pools, limits)

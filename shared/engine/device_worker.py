@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from kernels.rotary.triton_kernel import BLOCK_SIZES
+from shared.contracts.attempt import Attempt
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.engine.device_compute import StepLimits
@@ -160,6 +161,13 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def digests_on_device(core: WorkerEngine, attempt: Attempt, blocks: Sequence[tuple[int, int, int, int]]) -> list[bytes]:
+    """As `WorkerEngine.digest_blocks`; no byte of KV leaves the GPU for it."""
+    assert isinstance(core.pool, DevicePool)
+    with torch.inference_mode():
+        return core.pool.digests(attempt, blocks)
 
 
 def open_device_transport(core: WorkerEngine) -> DeviceTransport:

@@ -12,11 +12,12 @@ import ctypes
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from shared.contracts.attempt import Attempt
 from shared.contracts.errors import InvalidInput, SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import ItlTarget, StepModel
@@ -33,7 +34,7 @@ from shared.engine.step_fit import StepTimeFit
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeModel
 from shared.grammar.compiler import LazyCompiler
 from shared.kv.layout import PoolLayout
-from shared.kv.transfer import SharedMemoryTransport, Transport
+from shared.kv.transfer import SharedMemoryTransport, Transport, digest_blocks
 
 log = logging.getLogger("baton.worker")
 
@@ -162,6 +163,18 @@ class WorkerEngine:
             message = "response_format: workers on a GPU do not constrain an output"
             raise InvalidInput(message, param="response_format")
         self.grammars.get().require(grammar)
+
+    def digest_blocks(self, attempt: Attempt, blocks: Sequence[tuple[int, int, int, int]]) -> list[bytes]:
+        """Digests of our own final blocks, as whoever pulls them takes them. Blocks; for one thread at a time.
+
+        Args:
+            blocks: (group, block id, generation, position) each.
+        """
+        if self.options.device == "cuda":
+            from shared.engine.device_worker import digests_on_device
+
+            return digests_on_device(self, attempt, blocks)
+        return digest_blocks(self.pool.span, attempt, blocks)
 
     def open_transport(self) -> Transport:
         """How this worker reads peers' blocks into its own pool."""

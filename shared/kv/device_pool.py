@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +17,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Internal, SettingsError, Unavailable
 from shared.contracts.ids import WorkerId, is_id
 from shared.kv.device_memory import HANDLE_BYTES, DeviceMemory, allocate
-from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.device_spans import KvView, device_views, digests_of, span_of
+from shared.kv.layout import PoolLayout
 from shared.kv.pool_file import SUFFIX, make_locked
 
 MAX_FILE_BYTES = 4096
@@ -43,19 +45,23 @@ class DevicePool:
         self.layout = layout
         self._memory = memory
         self._fd = fd
-        self._bytes = memory.tensor()
+        self.bytes = memory.tensor()  # [layout.total_bytes] uint8
 
     def tensor(self, group: int, block_id: int) -> Tensor:
         """One block's bytes on the device: [span_bytes] uint8. Raises IndexError outside the pool."""
-        return span_of(self._bytes, self.layout, group, block_id)
+        return span_of(self.bytes, self.layout, group, block_id)
 
     def span(self, group: int, block_id: int) -> memoryview:
         """A copy of one block's bytes on the host. Raises IndexError outside the pool."""
         return memoryview(self.tensor(group, block_id).cpu().numpy())  # type: ignore[arg-type]
 
-    def views(self) -> tuple[Tensor, ...]:
-        """Per group a contiguous tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-        return device_views(self._bytes, self.layout)
+    def digests(self, attempt: Attempt, blocks: Sequence[tuple[int, int, int, int]]) -> list[bytes]:
+        """Digests of final blocks, for a commit: `blocks` holds (group, block id, generation, position)."""
+        return digests_of(self.bytes, self.layout, attempt, blocks)
+
+    def views(self) -> tuple[KvView, ...]:
+        """Per group what kernels read."""
+        return device_views(self.bytes, self.layout)
 
     def zero_blocks(self, group: int, ids: Iterable[int]) -> None:
         """Overwrite blocks with zeros, in the order of the current stream."""
@@ -71,23 +77,6 @@ class DevicePool:
         self._memory.close()
         os.close(self._fd)
         self._fd = -1
-
-
-def device_views(data: Tensor, layout: PoolLayout) -> tuple[Tensor, ...]:
-    """Per group its part of a pool's bytes: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-    return tuple(_view(data, layout, i, group) for i, group in enumerate(layout.groups))
-
-
-def _view(data: Tensor, layout: PoolLayout, index: int, group: LayerGroup) -> Tensor:
-    num_blocks, offset = layout.num_blocks[index], layout.group_offset(index)
-    part = data[offset : offset + num_blocks * group.span_bytes].view(getattr(torch, group.dtype))
-    return part.view(num_blocks, len(group.layers), 2, group.num_kv_heads, group.block_size, group.head_dim)
-
-
-def span_of(data: Tensor, layout: PoolLayout, group: int, block_id: int) -> Tensor:
-    """One block's bytes in a pool's. Raises IndexError outside the pool."""
-    offset = layout.block_offset(group, block_id)
-    return data[offset : offset + layout.groups[group].span_bytes]
 
 
 def create_device_pool(folder: Path, worker_id: WorkerId, layout: PoolLayout, device: torch.device) -> DevicePool:

@@ -1,4 +1,4 @@
-"""Pulling KV from another process on the same GPU: copied within its memory, and checked where it arrives."""
+"""Pulling KV from another process on the same GPU: copied within its memory, and digested there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from shared.contracts.errors import Unavailable
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.kv.device_memory import DeviceMemory, map_peer
-from shared.kv.device_pool import DevicePool, device_uuid, read_handle, span_of
-from shared.kv.digest import span_digest
+from shared.kv.device_pool import DevicePool, device_uuid, read_handle
+from shared.kv.device_spans import pull_blocks
 from shared.kv.handoff_sink import Pull
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.kv.transfer import PullResult, open_plain, owner_lives
@@ -49,30 +48,16 @@ class DeviceTransport:
             peer = self._peer(pull)
         except Unavailable as exc:
             return PullResult(error=f"pool_unreadable: {exc.message}")
-        bad: list[tuple[int, int]] = []
-        own: list[Tensor | None] = []
+        layout = self._pool.layout
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            source = peer.memory.tensor()
-            for item in pull.items:
-                span = self._pool.tensor(item.group, tables[item.group][item.position])
-                try:
-                    span.copy_(span_of(source, peer.layout, item.group, item.block.block_id))
-                except IndexError:
-                    own.append(None)
-                    continue
-                zero_rest_on_device(span, self._groups[item.group], item.valid_tokens)
-                own.append(span)
-            arrived = [None if span is None else span.cpu().numpy() for span in own]
-        num_bytes = 0
-        for item, copy in zip(pull.items, arrived, strict=True):
-            if copy is not None:
-                num_bytes += copy.nbytes
-                data = memoryview(copy)  # type: ignore[arg-type]
-                found = span_digest(data, pull.attempt, item.group, item.block.generation, item.position)
-                if found == item.block.digest:
-                    continue
-            bad.append((item.group, item.position))
-        return PullResult(tuple(bad), num_bytes)
+            arrived = pull_blocks(peer.memory.tensor(), peer.layout, self._pool.bytes, layout, pull.items, tables)
+            blocks = [
+                (item.group, tables[item.group][item.position], item.block.generation, item.position)
+                for item in arrived
+            ]
+            found = dict(zip(arrived, self._pool.digests(pull.attempt, blocks), strict=True))
+        bad = tuple((item.group, item.position) for item in pull.items if found.get(item) != item.block.digest)
+        return PullResult(bad, sum(layout.groups[item.group].span_bytes for item in arrived))
 
     def drop_dead(self) -> None:
         """See `Transport.drop_dead`."""
@@ -107,17 +92,3 @@ class DeviceTransport:
         memory = map_peer(handle.ipc_handle, handle.total_bytes, self._device)
         peer = self._peers[pull.source] = _Peer(pull.pool, pull.source_incarnation, layout, memory)
         return peer
-
-
-def zero_rest_on_device(span: Tensor, group: LayerGroup, valid_tokens: int) -> None:
-    """Zero a block's rows behind its first `valid_tokens`: [span_bytes] uint8.
-
-    Raises:
-        ValueError: the tile layout is not "rows", so that only its kernel knows where a row lies.
-    """
-    if valid_tokens >= group.block_size:
-        return
-    if group.tile_layout != "rows":
-        raise ValueError(f"rows of tile layout {group.tile_layout!r} are not known here")
-    row_bytes = span.shape[0] // (len(group.layers) * 2 * group.num_kv_heads * group.block_size)
-    span.view(-1, group.block_size, row_bytes)[:, valid_tokens:].zero_()

@@ -10,6 +10,7 @@ from shared.contracts.attempt import Attempt
 
 DIGEST_BYTES = 16
 _NUMBERS = struct.Struct("<6q")
+_SUMS = struct.Struct("<2Q")
 
 
 def span_digest(
@@ -36,3 +37,8 @@ def span_digest(
     # of fixed size and last, with the id's length: no two different inputs give the same bytes
     state.update(_NUMBERS.pack(attempt.epoch, attempt.dispatch, group, generation, position, len(request_id)))
     return state.digest()
+
+
+def sums_digest(sums: tuple[int, int], attempt: Attempt, group: int, generation: int, position: int) -> bytes:
+    """The same for a span on a GPU, of the two sums that are taken of it there (`kernels.store_kv.digest`)."""
+    return span_digest(_SUMS.pack(*sums), attempt, group, generation, position)

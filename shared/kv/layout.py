@@ -2,7 +2,7 @@
 
 A *block* is one contiguous span holding all layers' K and V of one layer group for `block_size` tokens, in outer order
 `[num_blocks, num_layers, 2, num_kv_heads, tile]`. The element order inside a (layer, K|V, head) tile is private to
-`kernels/` and named by `tile_layout`; everybody else treats a span as opaque bytes. Of 8-bit integers, a float32 scale
+`kernels/` and named by `tile_layout`; everybody else treats a span as opaque bytes. Of 8-bit values, a float32 scale
 of every token's vector, `[num_layers, 2, num_kv_heads, block_size]`, stands at the span's tail.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kernels.tile_layouts import SCALE_BYTES
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-INT8 = "int8"
-"""The dtype whose vectors have scales."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+INT8, FP8 = SCALED = "int8", "float8_e4m3fn"
+"""The dtypes whose vectors have scales; a setting calls the second one fp8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LayerGroup:
     @property
     def scales_bytes(self) -> int:
         """Bytes of the scales at a span's tail."""
-        return self._vectors * SCALE_BYTES if self.dtype == INT8 else 0
+        return self._vectors * SCALE_BYTES if self.dtype in SCALED else 0
 
     @property
     def _vectors(self) -> int:

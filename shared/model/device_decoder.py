@@ -27,6 +27,7 @@ from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm
 from kernels.rotary.triton_kernel import HeadNorm, rotary_store_kv
 from shared.contracts.errors import SettingsError
+from shared.kv.device_spans import KvView
 from shared.kv.layout import LayerGroup
 from shared.model.config import ModelConfig, load_config
 from shared.model.device_weights import DeviceWeights, LayerWeights, load_weights
@@ -51,6 +52,8 @@ class DeviceStep:
     slots: tuple[Tensor, ...]  # per group [num_rows] int32
 
 
+LayerKv = tuple[Tensor, Tensor | None]
+"""A layer's view of the pool, and of its scales where it has some."""
 Plans = Mapping[tuple[int, int], TritonPlan]
 """A step's attention by (layer group, window)."""
 
@@ -98,14 +101,14 @@ class DeviceDecoder:
         step: DeviceStep,
         samples: Tensor,
         groups: tuple[LayerGroup, ...],
-        pools: tuple[Tensor, ...],
+        pools: tuple[KvView, ...],
         plans: Plans,
     ) -> Tensor:
         """Compute a step: KV of every row into the pools, and the wanted logits.
 
         Args:
             samples: [any] int32, the tokens the last step drew.
-            pools: per group [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+            pools: one for each group.
             plans: for every group and every window that a layer of it has.
 
         Returns:
@@ -123,7 +126,7 @@ class DeviceDecoder:
                 x = self._add_norm(update, residual, layer.attention_norm)
             group, position = place[index]
             plan = plans[group, self.config.family.window(index)]
-            update = self._attend(x, layer, step, plan, step.slots[group], pools[group][:, position])
+            update = self._attend(x, layer, step, plan, step.slots[group], pools[group].layer(position))
             if layer.after_attention_norm is not None:
                 update = self._norm(update, layer.after_attention_norm)
             update = self._feed_forward(self._add_norm(update, residual, layer.mlp_norm), layer)
@@ -137,7 +140,7 @@ class DeviceDecoder:
         step: DeviceStep,
         samples: Tensor,
         place: Mapping[int, tuple[int, int]],
-        pools: tuple[Tensor, ...],
+        pools: tuple[KvView, ...],
         plans: Plans,
     ) -> Tensor:
         """`forward` for a handful of rows: norms, gate and residual are part of the matrix products' launches."""
@@ -147,9 +150,9 @@ class DeviceDecoder:
             assert layer.gate_up is not None
             assert layer.down is not None
             group, position = place[index]
-            plan, pool = plans[group, config.family.window(index)], pools[group][:, position]
+            plan, kv = plans[group, config.family.window(index)], pools[group].layer(position)
             qkv = self._few(residual, layer.qkv, norm=layer.attention_norm)
-            heads = self._heads(qkv, layer, step, plan, step.slots[group], pool)
+            heads = self._heads(qkv, layer, step, plan, step.slots[group], kv)
             self._few(heads, layer.o, residual=residual)
             x = self._few(residual, layer.gate_up, norm=layer.mlp_norm, gate=self._gate)
             self._few(x, layer.down, residual=residual)
@@ -160,23 +163,23 @@ class DeviceDecoder:
         return self._capped(logits)
 
     def _attend(
-        self, x: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, pool: Tensor
+        self, x: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, kv: LayerKv
     ) -> Tensor:
         """Self-attention of normalized rows: [num_rows, hidden] → the same; their K and V go to the pool."""
-        return self._linear(self._heads(self._linear(x, layer.qkv), layer, step, plan, slots, pool), layer.o)
+        return self._linear(self._heads(self._linear(x, layer.qkv), layer, step, plan, slots, kv), layer.o)
 
     def _heads(
-        self, qkv: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, pool: Tensor
+        self, qkv: Tensor, layer: LayerWeights, step: DeviceStep, plan: TritonPlan, slots: Tensor, kv: LayerKv
     ) -> Tensor:
         """From queries, keys and values of all heads, one behind the other, to the heads' outputs side by side."""
-        config = self.config
+        config, (pool, scales) = self.config, kv
         heads, head_dim = config.num_q_heads, config.head_dim
         qkv = qkv.view(qkv.shape[0], heads + 2 * config.num_kv_heads, head_dim)
         norm = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norm = HeadNorm(layer.q_norm, layer.k_norm, config.rms_norm_eps, self._offset)
-        rotary_store_kv(qkv, self._rotary, step.positions, pool, slots, heads, norm)
-        out = attend(qkv[:, :heads], pool, plan, config.scale, config.family.score_cap)
+        rotary_store_kv(qkv, self._rotary, step.positions, pool, slots, heads, norm, scales)
+        out = attend(qkv[:, :heads], pool, plan, config.scale, config.family.score_cap, kv_scales=scales)
         return out.view(qkv.shape[0], heads * head_dim)
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:

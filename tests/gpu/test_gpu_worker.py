@@ -33,17 +33,16 @@ WAIT_S = 60.0
 def own_blocks(folder: str, pipe: Connection) -> None:
     """A peer: a pool of known bytes, until it is told to go."""
     from shared.kv.device_pool import create_device_pool
-    from shared.kv.transfer import digest_blocks
 
     pool = create_device_pool(Path(folder), WorkerId("prefill-peer"), LAYOUT, torch.device("cuda", 0))
     for block in range(6):
         pool.tensor(0, block).random_(0, 256, generator=torch.Generator("cuda").manual_seed(block))
     # the tail of block 4: rows from 5 on are nobody's
-    pool.views()[0][4, :, :, :, 5:] = 0
+    pool.views()[0].values[4, :, :, :, 5:] = 0
     torch.cuda.synchronize()
     blocks = [(0, 3, 7, 0), (0, 4, 7, 1)]
-    digests = digest_blocks(pool.span, ATTEMPT, blocks)
-    pool.views()[0][4, :, :, :, 5:] = 1
+    digests = pool.digests(ATTEMPT, blocks)
+    pool.views()[0].values[4, :, :, :, 5:] = 1
     torch.cuda.synchronize()
     pipe.send((digests, [bytes(pool.span(0, block)) for _, block, _, _ in blocks]))
     pipe.recv()
@@ -76,7 +75,7 @@ def test_blocks_are_pulled_from_another_process(tmp_path: Path) -> None:
     assert result.bad == ()
     assert result.num_bytes == 2 * GROUP.span_bytes
     assert bytes(pool.span(0, 2)) == spans[0]
-    assert bool((pool.views()[0][5, :, :, :, 5:] == 0).all())
+    assert bool((pool.views()[0].values[5, :, :, :, 5:] == 0).all())
     assert pull(digests[0], b"x" * 16).bad == ((0, 1),)
 
     here.send("go")

@@ -23,8 +23,8 @@ from shared.engine.device_worker import DeviceSteps
 from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerOptions, open_worker_engine
 from shared.kv import device_memory
-from shared.kv.device_pool import PoolHandle, read_handle, span_of
-from shared.kv.device_transfer import zero_rest_on_device
+from shared.kv.device_pool import PoolHandle, read_handle
+from shared.kv.device_spans import span_of, zero_rest_on_device
 from shared.kv.layout import LayerGroup, PoolLayout
 
 GIB = 1 << 30

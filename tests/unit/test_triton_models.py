@@ -23,6 +23,7 @@ from shared.engine.device_compute import DeviceCompute, StepLimits
 from shared.engine.device_runner import DeviceRunner
 from shared.engine.device_stream import DeviceStream
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepOutput, StepPlan
+from shared.kv.device_spans import KvView
 from shared.model.config import layer_groups
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
 
@@ -99,7 +100,7 @@ class Runs:
         shape = (16, len(groups[0].layers), 2, groups[0].num_kv_heads, BLOCK, groups[0].head_dim)
         self.pool = torch.full(shape, float("nan"), dtype=model.dtype, device=model.device)
         limits = StepLimits(max_rows=64, max_num_seqs=max_num_seqs, max_len=256)
-        compute = DeviceCompute(model, groups, (self.pool,), limits)
+        compute = DeviceCompute(model, groups, (KvView(self.pool),), limits)
         stream = DeviceStream(model.device)
         captured = None
         if graphs:
