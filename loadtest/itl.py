@@ -102,7 +102,7 @@ class Simulation:
         self._fit, self._batcher.step_model = fit, fit.model
 
 
-def worker(target: ItlTarget, token_budget: int = 128, lone_token_budget: int = 512) -> BatcherConfig:
+def worker(target: ItlTarget, token_budget: int = 192, lone_token_budget: int = 512) -> BatcherConfig:
     """A decode worker as the settings' defaults make it, with this target."""
     return BatcherConfig(token_budget=token_budget, lone_token_budget=lone_token_budget, itl_target=target)
 

@@ -1,4 +1,4 @@
-"""How the prompt tokens of one step are shared out among tenants: deficit round robin, first come first served in each.
+"""How the prompt tokens of one step are shared out among tenants: deficit round robin, in each in the order given.
 
 Pure. Knows tenants and token counts; neither blocks nor steps.
 """
@@ -44,7 +44,7 @@ class DeficitRoundRobin:
         """Tokens per sequence, in the order of service; they add up to min(budget, all wants).
 
         Args:
-            wants: at most one per sequence, earliest arrival first.
+            wants: at most one per sequence, those first that a tenant wants first.
             budget: tokens left in the step.
         """
         queues: dict[TenantId, deque[tuple[str, int]]] = {}

@@ -54,6 +54,7 @@ class Sequence:
     num_preemptions: int = 0
     started_at: float = 0.0  # when its first step was planned
     passed_over: int = 0  # newcomers that were let in while it waited for room
+    overtaken: int = 0  # prompt tokens of its tenant's later arrivals that were computed before its own
     num_placeholders: int = 0  # tokens that steps in flight will sample
     steps_in_flight: int = 0
     pins: int = 0  # readers and writers outside the steps

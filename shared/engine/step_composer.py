@@ -10,6 +10,7 @@ from shared.engine.batching_policy import make_policy
 from shared.engine.block_room import BlockRoom, may_run, urgency
 from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
 from shared.engine.prompt_budget import prompt_budget
+from shared.engine.prompt_order import count_overtaking, least_first
 from shared.engine.sequence import Sequence
 from shared.engine.step_plan import ScheduledSequence
 from shared.engine.step_time import StepTimeModel
@@ -37,8 +38,8 @@ class StepComposer:
         """The rows of the next step, their sequences advanced; none when nothing can run.
 
         Sequences one token behind come first, one row each, the most urgent class and the oldest before others; then
-        chunks of prompts, shared out among tenants. Preempted sequences get their blocks back before, where there is
-        room.
+        chunks of prompts, shared out among tenants, the shortest of each first. Preempted sequences get their blocks
+        back before, where there is room.
 
         Args:
             now: seconds on a monotonic clock.
@@ -87,9 +88,10 @@ class StepComposer:
         chunk_size = config.chunk_size or budget
         wants = [
             PrefillWant(seq.spec.seq_id, seq.spec.tenant, seq.spec.weight, min(count, _chunk(seq, chunk_size)))
-            for seq, count in behind
+            for seq, count in least_first(behind)
         ]
         shares = self._fair.share(wants, self._prompt_budget(model, budget - len(decodes), decodes, wants))
+        count_overtaking(behind, shares)
         return [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
 
     def _prompt_budget(

@@ -97,14 +97,14 @@ class KvSettings(Section):
 class EngineSettings(Section):
     """One worker's step loop."""
 
-    token_budget: int = Field(128, ge=1, description="most tokens in one step of a decode worker")
+    token_budget: int = Field(192, ge=1, description="most tokens in one step of a decode worker")
     prefill_token_budget: int = Field(
         512, ge=1, description="most tokens in one step of a prefill worker, or of a CPU's while nothing decodes"
     )
     itl_target_ms: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="longest step while tokens stream, milliseconds, kept by smaller chunks; 0: no limit; auto: 47, or "
-        "1.4 times a step without prompts and 0.045 more for each sequence, whichever is longer",
+        "1.2 times a step without prompts and 0.075 more for each sequence, whichever is longer",
     )
     chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")
@@ -150,6 +150,7 @@ class PolicySettings(Section):
 
     requests_per_minute: int = Field(0, ge=0, description="requests a tenant may start in a minute")
     tokens_per_minute: int = Field(0, ge=0, description="prompt and output tokens a tenant may use in a minute")
+    max_parallel: int = Field(0, ge=0, description="requests of a tenant that may run at once")
     default_max_tokens: int = Field(1024, ge=1, description="output tokens when a request names no max_tokens")
     interactive_budget_s: float = Field(600.0, ge=1, description="time an interactive request may take, seconds")
     analysis_budget_s: float = Field(3600.0, ge=1, description="time an analysis request may take, seconds")

@@ -16,6 +16,7 @@ from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 SEEDS = (1, 2, 3)
 
 
+PEER_AT_32 = {"bf16": 0.968, "int8": 0.717}
 PEER = (("bf16", 0.0588, 1.36, 68.4), ("int8", 0.0506, 0.98, 92.0))
 
 
@@ -26,15 +27,16 @@ def test_eight_streams_are_as_even_as_the_peers_and_faster(
     results = [loop(MACHINES[machine], worker(AUTO_TARGET), 8, seed) for seed in SEEDS]
     assert all(quantile(result.gaps_s, 0.95) < 0.96 * p95_s for result in results)
     assert all(result.output_tokens / result.seconds > 1.3 * rate for result in results)
-    assert median(median(result.first_s) for result in results) <= 1.05 * first_s
+    assert median(median(result.first_s) for result in results) <= 0.75 * first_s
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_thirty_two_lose_little_to_large_steps(machine: str, seed: int) -> None:
     kept, large = (loop(MACHINES[machine], one, 32, seed) for one in (worker(AUTO_TARGET), worker(NO_TARGET, 256, 256)))
-    assert kept.output_tokens / kept.seconds > 0.95 * large.output_tokens / large.seconds
-    assert quantile(kept.gaps_s, 0.95) < 0.6 * quantile(large.gaps_s, 0.95)
+    assert kept.output_tokens / kept.seconds > 0.97 * large.output_tokens / large.seconds
+    assert quantile(kept.gaps_s, 0.95) < 0.75 * quantile(large.gaps_s, 0.95)
+    assert quantile(kept.gaps_s, 0.95) < 0.4 * PEER_AT_32[machine]
     assert median(kept.first_s) < 1.15 * median(large.first_s)
 
 

@@ -32,7 +32,7 @@ def test_the_shipped_file_is_right(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[engine]\nmax_sequences = 512\n", ["engine.token_budget = 128", "engine.prefill_token_budget = 512"]),
+        ("[engine]\nmax_sequences = 512\n", ["engine.token_budget = 192", "engine.prefill_token_budget = 512"]),
         ("[model]\npath = '/nowhere/at/all'\n", ["model.path = '/nowhere/at/all': no such folder"]),
         ("[policy]\ntenants = '/nowhere/tenants.json'\n", ["policy.tenants", "no such file"]),
         ("[kv]\ndir = '/nowhere/kv'\n", ["kv.dir", "parent folder does not exist"]),
@@ -68,7 +68,7 @@ def test_everything_wrong_is_told_in_one_go_with_its_line(
     assert [line.partition(":")[0] for line in told[:6]] == ["3", "4", "8", "11", "12", "13"]
     assert told[6].startswith("baton config: environment BATON_LOG_LEVEL: log.level = 'loud'")
     # What is wrong only beside another value is told with the place where somebody set one of them
-    assert told[7].startswith("9: engine.token_budget = 128 must exceed engine.max_sequences = 512")
+    assert told[7].startswith("9: engine.token_budget = 192 must exceed engine.max_sequences = 512")
     assert told[9] == "6: kv.dir = '/nowhere/kv': its parent folder does not exist"
     assert len(told) == 10
 

@@ -169,7 +169,7 @@ def test_a_sequence_beside_the_failed_ones_goes_on() -> None:
     h.runner.open.clear()
     h.runner.fail = lambda plan: plan.step == 1
     h.engine.start()
-    h.call(lambda b: [b.reserve(make_spec("a", prompt=40)), b.reserve(make_spec("b"))])
+    h.call(lambda b: [b.reserve(make_spec("a", prompt=40)), b.reserve(make_spec("b", prompt=41))])
     assert h.runner.entered.acquire(timeout=WAIT_S)
     assert h.call(lambda b: b.num_in_flight) == 2
     # When step 1 fails
@@ -177,7 +177,7 @@ def test_a_sequence_beside_the_failed_ones_goes_on() -> None:
     # Then step 2 runs without a, and b ends as if nothing had been
     assert h.wait_ends(2) == {"a": "error", "b": "length"}
     assert [[row.seq_id for row in plan.sequences] for plan in h.runner.plans[:2]] == [["a"], ["b"]]
-    assert h.tokens("b") == expected(6, 4)
+    assert h.tokens("b") == expected(41, 4)
     h.wait_idle()
     assert h.engine.stop(WAIT_S)
 
