@@ -33,6 +33,7 @@ async def main(runtime: Runtime) -> None:
         max_file_bytes=settings.batch.max_file_bytes,
         keep_alive_s=settings.gateway.keep_alive_s,
         keyed_linger_s=settings.gateway.keyed_linger_s,
+        store_responses=settings.gateway.store_responses,
         edge=make_edge(
             settings.gateway.tls_cert,
             settings.gateway.tls_key,

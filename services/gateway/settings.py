@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from services.gateway.edge import NO_EDGE, Edge
 from shared.ingress.config import IngressConfig
@@ -23,3 +24,5 @@ class GatewayConfig:
     """A stream silent for so long gets a comment; 0: none."""
     keyed_linger_s: float = 60.0
     """A request with an Idempotency-Key goes on for so long without a client."""
+    store_responses: Literal["asked", "always", "never"] = "asked"
+    """Which responses are stored: where `store` is true, unless it is false, none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,9 +16,13 @@ from services.policy.idempotency import IdempotencyRecords
 from services.policy.idempotency_desk import IdempotencyDesk
 from services.policy.ingress_watch import IngressWatch
 from services.policy.lost_ingresses import LostIngresses
+from services.policy.metrics import RunningGauge
 from services.policy.records import Records
+from services.policy.responses import ResponseRecords
+from services.policy.responses_desk import ResponsesDesk
 from services.policy.service import PolicyService
 from services.policy.settings import policy_defaults
+from services.policy.unclaimed_holds import UnclaimedHolds
 from shared.contracts.errors import SettingsError
 from shared.lifecycle.runtime import Runtime, run_service
 from shared.lifecycle.tasks import end_tasks, every
@@ -34,7 +38,7 @@ MASTER_KEY_VARIABLE = "BATON_MASTER_KEY_FILE"
 BOOTSTRAP_VARIABLE = "BATON_BOOTSTRAP_FILE"
 REDIS_PASSWORD_VARIABLE = "BATON_REDIS_PASSWORD_FILE"
 LOOK_S = 1.0
-"""Ingresses are looked at so often."""
+"""Ingresses and what runs are looked at so often."""
 
 
 async def main(runtime: Runtime) -> None:
@@ -57,9 +61,15 @@ async def main(runtime: Runtime) -> None:
     once = IdempotencyDesk(runtime.bus, records, kept, watch)
     await once.start()
     runtime.stack.push_async_callback(once.stop)
-    lost = LostIngresses(records, accounts, kept, watch, defaults.limits)
-    await runtime.stack.enter_async_context(_looking(once, lost))
-    desk = AdminDesk(runtime.bus, Admin(runtime.bus, redis, records), records)
+    responses = ResponseRecords(redis, sealer, settings.policy.response_ttl_s)
+    stored = ResponsesDesk(runtime.bus, records, responses, watch)
+    await stored.start()
+    runtime.stack.push_async_callback(stored.stop)
+    lost = LostIngresses(records, accounts, (kept, responses), watch, defaults.limits)
+    unclaimed = UnclaimedHolds(records, accounts, watch, defaults.limits)
+    gauge = RunningGauge(runtime.metrics, records, accounts)
+    await runtime.stack.enter_async_context(_looking(once.ask_quiet, lost.sweep, unclaimed.sweep, gauge.refresh))
+    desk = AdminDesk(runtime.bus, Admin(runtime.bus, redis, records), records, accounts)
     await desk.start()
     runtime.stack.push_async_callback(desk.stop)
     runtime.ready()
@@ -67,10 +77,10 @@ async def main(runtime: Runtime) -> None:
 
 
 @asynccontextmanager
-async def _looking(once: IdempotencyDesk, lost: LostIngresses) -> AsyncIterator[None]:
+async def _looking(*looks: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     async def look() -> None:
-        await once.ask_quiet()
-        await lost.sweep()
+        for one in looks:
+            await one()
 
     task = asyncio.create_task(every(LOOK_S, look, log))
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.contracts import idempotency_messages as i
-from shared.contracts.errors import Conflict, NotFound, OtherBody, ProtocolError, QuotaExceeded
+from shared.contracts.errors import BatonError, Conflict, NotFound, OtherBody, ProtocolError, QuotaExceeded
 from shared.contracts.ids import IngressId, RequestId, TenantId
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
@@ -17,6 +17,7 @@ MAX_RECORDS = 10_000
 """Records a tenant may have at the same time."""
 MAX_KEPT_BYTES = 512 * 1024 * 1024
 """Of a tenant's answers, as they are stored. One that would be over it is not kept: a retry runs it again."""
+_TAKEN_OVER, _GAP, _GONE, _SHALL_END = 0, -1, -2, 2
 FULL_RETRY_S = 60.0
 _HANDLE_HEX, _LIFE_HEX = 20, 12
 """Digits of a request id that name the record, and those that tell its lives apart."""
@@ -61,11 +62,25 @@ class IdempotencyRecords:
     Unavailable when Redis does not answer.
     """
 
+    kind = "once"
+    """Part of the records' keys."""
+    full_bytes: int | None = None
+    """A tenant that has so many bytes gets no new record; None: only answers are bounded."""
+
     def __init__(self, redis: RedisStore, sealer: Sealer, ttl_s: int, prefix: str = "baton:policy") -> None:
         self._redis = redis
         self._sealer = sealer
         self._ttl_s = ttl_s
         self._prefix = prefix
+
+    @property
+    def max_kept_bytes(self) -> int:
+        """Most bytes of a tenant's answers; one that would be over it is not kept."""
+        return MAX_KEPT_BYTES
+
+    def life_s(self, state: str) -> int:
+        """How long a record is kept that was last changed to this state, whole seconds."""
+        return self._ttl_s
 
     def request_id(self, tenant: TenantId, ask: i.IdempotencyClaim) -> RequestId:
         """The id of a request, if this claim makes its record."""
@@ -86,19 +101,20 @@ class IdempotencyRecords:
             self._sealer.mark(tenant, f"body:{ask.body.hex()}"),
             ask.ingress_id,
             ask.seed,
-            self._ttl_s,
+            self.life_s(i.RUNNING),
             lost or "",
             int(ask.resume),
             ask.known_run,
             ask.known_parts,
             PARTS_AT_ONCE,
             MAX_RECORDS,
+            "" if self.full_bytes is None else self.full_bytes,
         ]
         reply = await self._redis.script(_CLAIM, self._keys(tenant, request_id), arguments)
         return self._found(tenant, ask, reply)
 
-    async def write(self, write: i.IdempotencyWrite) -> bool:
-        """Keep more of a run. False: another run has the record.
+    async def write(self, write: i.IdempotencyWrite) -> i.IdempotencyWritten:
+        """Keep more of a run.
 
         Raises ProtocolError for a part that is too large, Conflict when parts are missing before the first one.
         """
@@ -112,19 +128,19 @@ class IdempotencyRecords:
             write.ingress_id,
             write.run,
             write.state,
-            self._ttl_s,
+            self.life_s(write.state),
             write.first_part,
             seal(tenant, _committed(request_id), write.committed),
             write.epoch,
             write.prompt_tokens,
             write.completion_tokens,
-            MAX_KEPT_BYTES,
+            self.max_kept_bytes,
             *(seal(tenant, f"{place}:{number}", part) for number, part in numbered),
         ]
         code = int(await self._redis.script(_WRITE, self._keys(tenant, request_id), arguments))
-        if code < 0:
+        if code == _GAP:
             raise Conflict("parts of the record are missing", code="record_gap")
-        return code == 1
+        return i.IdempotencyWritten(held=code > _TAKEN_OVER, gone=code == _GONE, cancel=code == _SHALL_END)
 
     async def progress(self, tenant: TenantId, request_id: RequestId) -> Progress | None:
         """How far a request is; None when it has no record."""
@@ -138,13 +154,18 @@ class IdempotencyRecords:
 
     async def purge(self, tenant: TenantId) -> int:
         """Forget every record of a tenant, its texts with them; how many there were."""
-        index = self._key(tenant, "once")
+        index = self._key(tenant, self.kind)
         ids = [RequestId(name.decode()) for name in await self._redis.execute("ZRANGE", index, 0, -1)]
         for request_id in ids:
-            record, parts, *_ = self._keys(tenant, request_id)
-            await self._redis.transaction([("UNLINK", record, parts), ("ZREM", index, request_id)])
-        await self._redis.execute("UNLINK", self._key(tenant, "once-bytes"))
+            record, parts, _, _, given = self._keys(tenant, request_id)
+            await self._redis.transaction([("UNLINK", record, parts, given), ("ZREM", index, request_id)])
+        await self._redis.execute("UNLINK", self._key(tenant, f"{self.kind}-bytes"))
         return len(ids)
+
+    def full(self) -> BatonError:
+        """What a tenant is told that may have no more records."""
+        message = f"you have {MAX_RECORDS} idempotency keys, the most there may be"
+        return QuotaExceeded(message, param="Idempotency-Key", retry_after_s=FULL_RETRY_S)
 
     def _found(self, tenant: TenantId, ask: i.IdempotencyClaim, reply: Sequence[bytes]) -> Found:
         outcome = reply[0].decode()
@@ -152,9 +173,8 @@ class IdempotencyRecords:
             raise OtherBody("this Idempotency-Key stands for another request", param="Idempotency-Key")
         if outcome == "missing":
             raise NotFound("there is no stream to resume", param="Last-Event-ID", code="stream_not_found")
-        if outcome == "full":
-            message = f"you have {MAX_RECORDS} idempotency keys, the most there may be"
-            raise QuotaExceeded(message, param="Idempotency-Key", retry_after_s=FULL_RETRY_S)
+        if outcome in ("full", "over"):
+            raise self.full()
         _, run, owner, seed, created, committed, held, made = reply[:_REPLY_FIELDS]
         sealed, request_id = reply[_REPLY_FIELDS:], RequestId(made.decode())
         first = ask.known_parts if ask.known_run == int(run) else 0
@@ -177,7 +197,9 @@ class IdempotencyRecords:
 
     def _keys(self, tenant: TenantId, request_id: RequestId) -> list[str]:
         handle = request_id.removeprefix("req-")[:_HANDLE_HEX]
-        return [self._key(tenant, what) for what in (f"once:{handle}", f"once-parts:{handle}", "once", "once-bytes")]
+        kind = self.kind
+        names = (f"{kind}:{handle}", f"{kind}-parts:{handle}", kind, f"{kind}-bytes", f"{kind}-input:{handle}")
+        return [self._key(tenant, name) for name in names]
 
 
 def _place(request_id: RequestId, run: int) -> str:

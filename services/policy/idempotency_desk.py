@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
-from services.policy.idempotency import Found, IdempotencyRecords
+from services.policy.idempotency import IdempotencyRecords
 from services.policy.ingress_watch import IngressWatch
 from services.policy.records import Records
 from services.policy.tenants import check_key
@@ -56,13 +57,13 @@ class IdempotencyDesk:
             await subscription.stop()
         self._subscriptions.clear()
 
-    async def answer(self, delivery: Delivery) -> i.IdempotencyState | i.IdempotencyWritten | Refusal:
+    async def answer(self, delivery: Delivery) -> Any:
         """Raises Unavailable when Redis does not answer."""
         ask: i.IdempotencyClaim | i.IdempotencyWrite = delivery.message
         try:
             if isinstance(ask, i.IdempotencyWrite):
                 async with self._turns:
-                    return i.IdempotencyWritten(held=await self._kept.write(ask))
+                    return await self._kept.write(ask)
             return await self._claim(ask)
         except Unavailable:
             raise
@@ -77,13 +78,12 @@ class IdempotencyDesk:
         async with self._turns:
             key = check_key(ask.key_hash, await self._records.key(ask.key_hash))
             found = await self._kept.claim(key.tenant, ask)
-        if found.state.outcome != i.RUNNING or not await self._lost(found):
+        if found.state.outcome != i.RUNNING or not await self._lost(found.owner):
             return found.state
         async with self._turns:
             return (await self._kept.claim(key.tenant, ask, found.owner)).state
 
-    async def _lost(self, found: Found) -> bool:
-        owner = found.owner
+    async def _lost(self, owner: IngressId) -> bool:
         self._watch.heard_of(owner, self._clock())
         if owner in self._watch.quiet(self._clock()):
             await self._is_there(owner)
@@ -102,4 +102,4 @@ class IdempotencyDesk:
 
     def _on_beat(self, delivery: Delivery) -> None:
         beat: GatewayBeat = delivery.message
-        self._watch.heard(beat.ingress_id, self._clock())
+        self._watch.beat(beat.ingress_id, beat.requests, self._clock())

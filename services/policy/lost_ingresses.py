@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from services.policy.accounts import Accounts
-from services.policy.idempotency import IdempotencyRecords
+from services.policy.idempotency import IdempotencyRecords, Progress
 from services.policy.ingress_watch import IngressWatch
 from services.policy.records import Records
 from services.policy.tenants import TenantRecord, effective_limits
@@ -33,7 +33,7 @@ class LostIngresses:
         self,
         records: Records,
         accounts: Accounts,
-        kept: IdempotencyRecords,
+        kept: Sequence[IdempotencyRecords],
         watch: IngressWatch,
         defaults: Limits,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +71,7 @@ class LostIngresses:
         log.warning("%d requests of tenant %s were held by an ingress that is gone", len(held), tenant.id)
 
     async def _settlement(self, tenant: TenantRecord, request_id: RequestId, ingress: IngressId) -> Settle:
-        found = await self._kept.progress(tenant.id, request_id)
+        found = await self._progress(tenant, request_id)
         if found is None or not found.running or found.owner != ingress:
             return Settle(
                 attempt=Attempt(request_id, Epoch(0)),
@@ -87,3 +87,9 @@ class LostIngresses:
             completion_tokens=found.completion_tokens,
             finish=FINISH,
         )
+
+    async def _progress(self, tenant: TenantRecord, request_id: RequestId) -> Progress | None:
+        for kept in self._kept:
+            if (found := await kept.progress(tenant.id, request_id)) is not None:
+                return found
+        return None

@@ -72,6 +72,8 @@ class IdempotencyWritten(Message, frozen=True, kw_only=True):
     """policy → gateway. Not `held`: another run has the record, and this one may neither go on nor settle."""
 
     held: bool
+    gone: bool = False  # not held, and nobody else has it: the record was deleted
+    cancel: bool = False  # the run shall end; of stored responses
 
 
 class IngressAsked(Message, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from shared.contracts import admin_messages as am
 from shared.contracts import batch_messages as b
 from shared.contracts import idempotency_messages as i
 from shared.contracts import messages as m
+from shared.contracts import response_messages as r
 from shared.contracts.errors import ProtocolError
 from shared.contracts.ids import IngressId, TenantId, WorkerId, is_id
 
@@ -27,6 +28,7 @@ POLICY_ADMIT = f"{PREFIX}.policy.admit"
 POLICY_ADMIT_TENANT = f"{PREFIX}.policy.admit-tenant"
 POLICY_ADMIN = f"{PREFIX}.policy.admin"
 POLICY_IDEMPOTENCY = f"{PREFIX}.policy.idempotency"
+POLICY_RESPONSES = f"{PREFIX}.policy.responses"
 POLICY_SETTLE = f"{PREFIX}.policy.settle"
 POLICY_EVENTS = f"{PREFIX}.policy.events"
 INDEX_MATCH = f"{PREFIX}.index.match"
@@ -193,6 +195,20 @@ HOPS: tuple[Hop, ...] = (
         ("policy",),
         i.IdempotencyClaim | i.IdempotencyWrite,
         i.IdempotencyState | i.IdempotencyWritten | m.Refusal,
+    ),
+    Hop(
+        "policy.responses",
+        "request",
+        POLICY_RESPONSES,
+        GATEWAY,
+        ("policy",),
+        i.IdempotencyClaim
+        | i.IdempotencyWrite
+        | r.ResponseInput
+        | r.ResponseFind
+        | r.ResponseCancel
+        | r.ResponseDelete,
+        i.IdempotencyState | i.IdempotencyWritten | r.ResponseFound | r.ResponseChanged | m.Refusal,
     ),
     Hop("policy.settle", "stream", POLICY_SETTLE, INGRESS, ("policy",), m.Settle),
     Hop(

@@ -48,6 +48,9 @@ class GatewaySettings(Section):
     keyed_linger_s: float = Field(
         60.0, ge=0, description="how long a request with an Idempotency-Key goes on without its client, seconds"
     )
+    store_responses: Literal["asked", "always", "never"] = Field(
+        "asked", description="whose responses are stored: where store is true, unless it is false, or nobody's"
+    )
 
 
 class ModelSettings(Section):
@@ -86,8 +89,10 @@ class ModelEntry(Section):
 class KvSettings(Section):
     """KV cache blocks."""
 
-    dtype: Literal["auto", "bfloat16", "float32", "int8"] = Field(
-        "auto", description="auto: as the model computes; int8: half the memory, by native kernels alone"
+    dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8"] = Field(
+        "auto",
+        description="auto: as the model computes; int8: half the memory, by native kernels or on a GPU; fp8: on a GPU, "
+        "sm_89 or newer",
     )
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
     pool_bytes: int = Field(0, ge=0, description="size of each worker's pool, bytes; 0 derives it from free memory")
@@ -131,7 +136,12 @@ class EngineSettings(Section):
         True, description="keep the output head as 8-bit integers too: greedy steps read less, to the same tokens"
     )
     quant: Quantization = Field(
-        "none", description="weights of layers as integers, by the native kernels; int4 has groups of 32 inputs"
+        "none", description="weights of layers as integers, by native kernels or on a GPU; int4 has groups of 32 inputs"
+    )
+    exact: bool = Field(
+        False,
+        description="on a GPU, sum so that no bit of a result depends on what shares a step, which is slower; a CPU "
+        "always does",
     )
 
 
@@ -157,6 +167,9 @@ class PolicySettings(Section):
     batch_budget_s: float = Field(86400.0, ge=1, description="time a batch request may take, seconds")
     idempotency_ttl_s: int = Field(
         86400, ge=60, le=30 * 86400, description="how long an Idempotency-Key is remembered, its answer too, seconds"
+    )
+    response_ttl_s: int = Field(
+        30 * 86400, ge=60, le=366 * 86400, description="how long a stored response is kept from its end, seconds"
     )
     tenants: str = Field("", description="0600 JSON file of more tenants and key hashes, applied at every start")
 

@@ -13,6 +13,7 @@ from shared.contracts import admin_messages as am
 from shared.contracts import batch_messages as b
 from shared.contracts import idempotency_messages as i
 from shared.contracts import messages as m
+from shared.contracts import response_messages as r
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, QuotaExceeded, from_wire, to_wire
@@ -34,7 +35,7 @@ def test_bytes_equal_the_golden_file() -> None:
 def test_every_message_class_is_in_the_table() -> None:
     defined = {
         c.__name__
-        for module in (m, am, b, i)
+        for module in (m, am, b, i, r)
         for c in vars(module).values()
         if isinstance(c, type) and issubclass(c, Message) and c is not Message
     }
@@ -135,6 +136,7 @@ def test_table_patterns_cover_the_built_subjects() -> None:
         subjects.BATCH_JOBS,
         subjects.POLICY_ADMIN,
         subjects.POLICY_IDEMPOTENCY,
+        subjects.POLICY_RESPONSES,
         subjects.POLICY_ADMIT_TENANT,
         subjects.POLICY_AUTHENTICATE,
         subjects.POLICY_ADMIT,

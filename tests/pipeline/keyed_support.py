@@ -26,6 +26,8 @@ from services.policy.idempotency_desk import IdempotencyDesk
 from services.policy.ingress_watch import IngressWatch
 from services.policy.lost_ingresses import LostIngresses
 from services.policy.records import Records
+from services.policy.responses import ResponseRecords
+from services.policy.responses_desk import ResponsesDesk
 from services.policy.tenants import KeyRecord
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.contracts import messages as m
@@ -130,8 +132,9 @@ class World:
 
 @asynccontextmanager
 async def keyed_world(redis: RedisStore, count: int = 2, **options: Any) -> AsyncIterator[World]:
-    """`count` gateways. `options`: of the backend, and `linger_s`."""
+    """`count` gateways. `options`: of the backend, `linger_s`, `keep_alive_s`, and `context` in tokens."""
     linger_s, keep_alive_s = options.pop("linger_s", 60.0), options.pop("keep_alive_s", 15.0)
+    context = options.pop("context", CONTEXT)
     broker, prefix = MemoryBroker(), f"test-{secrets.token_hex(4)}"
     records, accounts = Records(redis, prefix), Accounts(redis, prefix)
     for key, tenant in KEYS.items():
@@ -140,32 +143,37 @@ async def keyed_world(redis: RedisStore, count: int = 2, **options: Any) -> Asyn
         await records.change_key(digest, lambda old, found=found: found)
         await records.change_tenant(TenantId(tenant), lambda old: old, create=True)
     kept = IdempotencyRecords(redis, Sealer(bytes(32)), 600, prefix)
+    responses = ResponseRecords(redis, Sealer(bytes(32)), 600, prefix)
     watch = IngressWatch(quiet_s=0.3, lease_s=20.0, gone_s=0.3)
     policy_bus = MemoryBus(broker, "policy")
     desk = IdempotencyDesk(policy_bus, records, kept, watch)
-    lost = LostIngresses(records, accounts, kept, watch, Limits())
+    stored = ResponsesDesk(policy_bus, records, responses, watch)
+    lost = LostIngresses(records, accounts, (kept, responses), watch, Limits())
     ids = [IngressId(f"gateway-{number}") for number in range(1, count + 1)]
     backend = SharedBackend(broker, ingress=ids[0], ingresses=ids, **options)
     await desk.start()
+    await stored.start()
     async with backend.run(), AsyncExitStack() as stack:
         for module, name, pause_s in HURRIED:
             stack.enter_context(patch.object(module, name, pause_s))
         stack.push_async_callback(policy_bus.close)
         stack.push_async_callback(desk.stop)
+        stack.push_async_callback(stored.stop)
         gateways = [
-            await stack.enter_async_context(_gateway(broker, ingress, linger_s, keep_alive_s)) for ingress in ids
+            await stack.enter_async_context(_gateway(broker, ingress, linger_s, keep_alive_s, context))
+            for ingress in ids
         ]
         yield World(backend, gateways, kept, accounts, watch, desk, lost, records)
 
 
 @asynccontextmanager
 async def _gateway(
-    broker: MemoryBroker, ingress: IngressId, linger_s: float, keep_alive_s: float
+    broker: MemoryBroker, ingress: IngressId, linger_s: float, keep_alive_s: float, context: int
 ) -> AsyncIterator[Gateway]:
     bus = MemoryBus(broker, "gateway")
     ingress_config = IngressConfig(ingress, "gateway", tick_s=0.05, beat_s=0.05, drain_s=0.1, hop_timeout_s=2.0)
     config = GatewayConfig(ingress=ingress_config, keyed_linger_s=linger_s, keep_alive_s=keep_alive_s)
-    models = ServedModels([ServedModel(MODEL, "default", CONTEXT, PromptCodec(TOKENIZER, CONTEXT))])
+    models = ServedModels([ServedModel(MODEL, "default", context, PromptCodec(TOKENIZER, context))])
     async with Telemetry("gateway", bus) as telemetry:
         service = await GatewayService(bus, config, telemetry, models).__aenter__()
         door, sock = Door(service), bind("127.0.0.1", 0)

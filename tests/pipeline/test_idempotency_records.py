@@ -14,6 +14,7 @@ from services.policy.idempotency import MAX_PART_BYTES, IdempotencyRecords
 from services.policy.ingress_watch import LEASE_S, IngressWatch
 from services.policy.lost_ingresses import FINISH, LostIngresses
 from services.policy.records import Records
+from services.policy.unclaimed_holds import EVERY_S, UNCLAIMED_S, UnclaimedHolds
 from shared.contracts import idempotency_messages as i
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Conflict, Internal, NotFound, OtherBody, ProtocolError, QuotaExceeded
@@ -38,7 +39,7 @@ class Store:
         self.accounts, self.records = Accounts(redis, self.prefix), Records(redis, self.prefix)
         self.now = 100.0
         self.watch = IngressWatch()
-        self.lost = LostIngresses(self.records, self.accounts, self.kept, self.watch, LIMITS, lambda: self.now)
+        self.lost = LostIngresses(self.records, self.accounts, (self.kept,), self.watch, LIMITS, lambda: self.now)
 
     async def claim(
         self,
@@ -59,7 +60,7 @@ class Store:
             run=mine.run,
             **more,  # type: ignore[arg-type]
         )
-        return await self.kept.write(write)
+        return (await self.kept.write(write)).held
 
 
 def ask_of(who: IngressId, name: str, body: str, **more: object) -> i.IdempotencyClaim:
@@ -281,7 +282,9 @@ async def test_what_a_dead_ingress_held_goes_back_once_and_others_keep_theirs(st
 
 async def test_one_found_dead_at_the_start_of_policy_is_swept_too(store: Store) -> None:
     await reserve(store, "r1", A)
-    fresh = LostIngresses(store.records, store.accounts, store.kept, watch := IngressWatch(), LIMITS, lambda: store.now)
+    fresh = LostIngresses(
+        store.records, store.accounts, (store.kept,), watch := IngressWatch(), LIMITS, lambda: store.now
+    )
     await fresh.sweep()
     assert watch.quiet(store.now + 5.0) == [A]
     store.now += LEASE_S + 1
@@ -347,3 +350,30 @@ async def test_a_run_of_an_earlier_life_of_a_record_may_not_write(store: Store) 
     assert await store.kept.progress(T, old.request_id) is None
     assert await store.write(new, parts=(b"new",))
     assert (await store.claim(B)).parts == (b"new",)
+
+
+async def test_a_hold_that_its_living_ingress_does_not_name_is_let_go(store: Store) -> None:
+    unclaimed = UnclaimedHolds(store.records, store.accounts, store.watch, LIMITS, lambda: store.now)
+    for name, ingress in (("named", A), ("late", A), ("never", A), ("silent", B)):
+        await reserve(store, name, ingress)
+
+    async def beats(until: float, *named: str) -> None:
+        while store.now < until:
+            store.now += 1.0
+            store.watch.beat(A, [RequestId(name) for name in named], store.now)
+            await unclaimed.sweep()
+
+    await beats(store.now + UNCLAIMED_S - 1, "named")
+    assert await held(store) == 400
+    # the answer that granted it came late; from then on its time begins anew
+    await beats(store.now + EVERY_S + 1, "named", "late")
+    assert set(await store.accounts.held_by(T)) == {"named", "late", "silent"}
+    assert await held(store) == 300
+    await beats(store.now + UNCLAIMED_S - EVERY_S, "named")
+    assert set(await store.accounts.held_by(T)) == {"named", "late", "silent"}
+    await beats(store.now + 2 * EVERY_S, "named")
+    assert set(await store.accounts.held_by(T)) == {"named", "silent"}
+    assert not await store.accounts.row(T, RequestId("never"))
+    # what is settled later counts
+    assert (await store.accounts.settle(T, LIMITS, "never", settle_of("never", 1, 5))).replaced
+    assert await held(store) == 200

@@ -1,8 +1,9 @@
 -- The record of an Idempotency-Key: made, taken over, or only looked at.
 -- KEYS: record (hash), parts (list), index (sorted set: request id by expiry), bytes (hash: of parts, by request id,
---       and in total)
+--       and in total), input (list: what a stored response is made from)
 -- ARGV: request id if this makes it, mark of the body, asker, seed, life (s), ingress that is known to be lost
---       ('' = none), 1 to make none, known run, known parts, most parts to answer, most records of the tenant
+--       ('' = none), 1 to make none, known run, known parts, most parts to answer, most records of the tenant,
+--       most bytes of the tenant with which a record is made ('' = any)
 -- Returns {outcome, run, owner, seed, created (s), sealed committed tokens, number of parts, request id, parts ...}
 local now = tonumber(redis.call('TIME')[1])
 local found = redis.call('HMGET', KEYS[1], 'body', 'state', 'owner')
@@ -18,6 +19,7 @@ end
 local function sweep()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now)) do
     forget(id)
+    forget(id .. ':in')
   end
   redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 end
@@ -39,6 +41,7 @@ local function take()
   redis.call('HSET', KEYS[1], 'state', 'running', 'owner', ARGV[3])
   redis.call('HINCRBY', KEYS[1], 'run', 1)
   redis.call('EXPIRE', KEYS[1], ARGV[5])
+  redis.call('EXPIRE', KEYS[5], ARGV[5])
   redis.call('ZADD', KEYS[3], now + tonumber(ARGV[5]), redis.call('HGET', KEYS[1], 'id'))
   return record('yours')
 end
@@ -50,6 +53,9 @@ if not found[1] then
   sweep()
   if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then
     return {'full'}
+  end
+  if ARGV[12] ~= '' and tonumber(redis.call('HGET', KEYS[4], 'total') or '0') >= tonumber(ARGV[12]) then
+    return {'over'}
   end
   redis.call('HSET', KEYS[1], 'id', ARGV[1], 'body', ARGV[2], 'seed', ARGV[4], 'created', now)
   return take()

@@ -1,10 +1,11 @@
--- More of a run. KEYS: record, parts, index, bytes (see idempotency_claim)
+-- More of a run. KEYS: record, parts, index, bytes, input (see idempotency_claim)
 -- ARGV: request id, writer, run, state, life (s), number of the first part, sealed committed tokens, epoch,
 --       prompt tokens, completion tokens, most bytes of the tenant's parts, parts ...
--- Returns 1, 0 when another run has the record or it is gone, -1 when parts before the first one are missing.
+-- Returns 1, 2 when the run shall end, 0 when another run has the record, -2 when it is gone, -1 when parts before the
+-- first one are missing.
 -- A first run that was refused before it began: the record goes. That it is gone is then well, a repeated write finds so.
 -- Where the parts would be too many bytes, none of this run's are kept: it ends as one without an answer.
-local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state', 'id', 'unkept')
+local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state', 'id', 'unkept', 'cancel')
 local state, unkept = ARGV[4], found[5]
 local now = tonumber(redis.call('TIME')[1])
 
@@ -19,6 +20,7 @@ end
 local function sweep()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now)) do
     forget(id)
+    forget(id .. ':in')
   end
   redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 end
@@ -26,7 +28,10 @@ end
 if state == 'refused' and found[4] ~= ARGV[1] then
   return 1
 end
-if found[1] ~= ARGV[2] or found[2] ~= ARGV[3] or found[4] ~= ARGV[1] then
+if found[4] ~= ARGV[1] then
+  return -2
+end
+if found[1] ~= ARGV[2] or found[2] ~= ARGV[3] then
   return 0
 end
 if found[3] == 'done' then
@@ -43,7 +48,8 @@ if found[3] ~= 'running' then
 end
 if state == 'refused' then
   forget(ARGV[1])
-  redis.call('DEL', KEYS[1], KEYS[2])
+  forget(ARGV[1] .. ':in')
+  redis.call('DEL', KEYS[1], KEYS[2], KEYS[5])
   redis.call('ZREM', KEYS[3], ARGV[1])
   return 1
 end
@@ -80,5 +86,6 @@ redis.call('HSET', KEYS[1], 'state', state, 'committed', ARGV[7], 'epoch', ARGV[
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 redis.call('EXPIRE', KEYS[4], ARGV[5])
+redis.call('EXPIRE', KEYS[5], ARGV[5])
 redis.call('ZADD', KEYS[3], now + tonumber(ARGV[5]), ARGV[1])
-return 1
+return state == 'running' and found[6] and 2 or 1

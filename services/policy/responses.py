@@ -1,0 +1,118 @@
+"""Stored responses in Redis, sealed: records as of an Idempotency-Key, with what each was made from beside its answer.
+
+While one is under way its record lives for a day from its last news; it is kept for `ttl_s` once it has ended.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.policy.idempotency import MAX_PART_BYTES, PARTS_AT_ONCE, IdempotencyRecords
+from shared.contracts import idempotency_messages as i
+from shared.contracts import response_messages as r
+from shared.contracts.errors import BatonError, Conflict, Forbidden, NotFound, ProtocolError
+from shared.contracts.ids import IngressId, RequestId, TenantId
+
+MAX_RESPONSES_BYTES = 512 * 1024 * 1024
+"""A tenant whose responses take so much, as they are stored, stores no more."""
+RUNNING_S = 86400
+_ANY_BYTES = 2**53
+STORAGE_LIMIT = "storage_limit_exceeded"
+_FIELDS = ("id", "owner", "state", "run", "completion_tokens", "cancel")
+
+_LUA = Path(__file__).with_name("lua")
+_INPUT, _DELETE, _CANCEL = ((_LUA / f"response_{name}.lua").read_text() for name in ("input", "delete", "cancel"))
+
+
+class ResponseRecords(IdempotencyRecords):
+    """Every tenant's stored responses. All methods raise Unavailable when Redis does not answer."""
+
+    kind = "response"
+    full_bytes = MAX_RESPONSES_BYTES
+
+    @property
+    def max_kept_bytes(self) -> int:
+        """None: what has begun may end, and is bounded by itself."""
+        return _ANY_BYTES
+
+    def life_s(self, state: str) -> int:
+        """How long a record is kept that was last changed to this state, whole seconds."""
+        return self._ttl_s if state == i.DONE else RUNNING_S
+
+    def full(self) -> BatonError:
+        """What a tenant is told that may store no more."""
+        message = "you store as many responses as you may; delete some, or ask with store: false"
+        return Forbidden(message, param="store", code=STORAGE_LIMIT)
+
+    async def keep_input(self, news: r.ResponseInput) -> r.ResponseChanged:
+        """Keep more of what a response is made from. Raises ProtocolError for a part that is too large, Conflict when
+        parts are missing before the first one."""
+        if any(len(part) > MAX_PART_BYTES for part in news.parts):
+            raise ProtocolError(f"a part of a record has at most {MAX_PART_BYTES} bytes")
+        tenant, request_id = news.tenant, news.request_id
+        numbered = enumerate(news.parts, news.first_part)
+        arguments: list[str | bytes | int] = [
+            request_id,
+            news.ingress_id,
+            news.run,
+            RUNNING_S,
+            news.first_part,
+            *(self._sealer.seal(tenant, _input_place(request_id, number), part) for number, part in numbered),
+        ]
+        code = int(await self._redis.script(_INPUT, self._keys(tenant, request_id), arguments))
+        if code < 0:
+            raise Conflict("parts of the record are missing", code="record_gap")
+        return r.ResponseChanged(held=bool(code))
+
+    async def find(self, tenant: TenantId, ask: r.ResponseFind) -> tuple[r.ResponseFound, IngressId]:
+        """What there is, and who runs it or did last. Raises NotFound."""
+        record, parts, _, _, given = self._keys(tenant, ask.request_id)
+        heads = [("HMGET", record, *_FIELDS), ("LLEN", parts), ("LLEN", given)]
+        (made, owner, state, run, tokens, cancel), num_parts, num_input = await self._redis.transaction(heads)
+        if made is None or made.decode() != ask.request_id:
+            raise no_such_response(ask.request_id)
+        first = ask.known_parts if ask.known_run == int(run) else 0
+        if ask.last_parts:
+            first = max(0, num_parts - PARTS_AT_ONCE)
+        place = f"idempotency:{ask.request_id}:{int(run)}"
+        found = r.ResponseFound(
+            outcome=state.decode(),
+            run=int(run),
+            num_parts=num_parts,
+            num_input=num_input,
+            parts=await self._opened(tenant, parts, first, lambda number: f"{place}:{number}"),
+            input=()
+            if ask.known_input < 0
+            else await self._opened(tenant, given, ask.known_input, lambda n: _input_place(ask.request_id, n)),
+            completion_tokens=int(tokens or 0),
+            cancelled=cancel is not None,
+        )
+        return found, IngressId(owner.decode())
+
+    async def cancel(self, tenant: TenantId, request_id: RequestId) -> r.ResponseChanged:
+        """It shall end. Raises NotFound."""
+        await self._change(_CANCEL, tenant, request_id)
+        return r.ResponseChanged()
+
+    async def delete(self, tenant: TenantId, request_id: RequestId) -> r.ResponseChanged:
+        """Forget it. Raises NotFound."""
+        await self._change(_DELETE, tenant, request_id)
+        return r.ResponseChanged()
+
+    async def _change(self, script: str, tenant: TenantId, request_id: RequestId) -> None:
+        if not await self._redis.script(script, self._keys(tenant, request_id), [request_id]):
+            raise no_such_response(request_id)
+
+    async def _opened(self, tenant: TenantId, key: str, first: int, place: Any) -> tuple[bytes, ...]:
+        sealed = await self._redis.execute("LRANGE", key, first, first + PARTS_AT_ONCE - 1)
+        return tuple(self._sealer.unseal(tenant, place(number), part) for number, part in enumerate(sealed, first))
+
+
+def no_such_response(request_id: RequestId) -> NotFound:
+    """What is missing, deleted, or another tenant's: all look alike."""
+    return NotFound(f"there is no response 'resp_{request_id.removeprefix('req-')[:64]}'", param="response_id")
+
+
+def _input_place(request_id: RequestId, number: int) -> str:
+    return f"response:{request_id}:input:{number}"
