@@ -16,8 +16,10 @@ from kernels.linear.triton_weights import DeviceWeight, Kind
 from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm, rms_norm_heads
 from kernels.rotary.triton_kernel import HEAD_DIMS, HeadNorm, rotary_store_kv
-from kernels.sampling.triton_kernel import Bias, Penalties, SamplingRows, sample
-from kernels.sampling.triton_logprobs import accept, top_logprobs
+from kernels.sampling.triton_kernel import sample
+from kernels.sampling.triton_logprobs import top_logprobs
+from kernels.sampling.triton_rows import MAX_BIASES, Bias, Mask, Penalties, SamplingRows
+from kernels.sampling.triton_verify import verify
 
 if TYPE_CHECKING:
     from kernels.aot.variants import Variant
@@ -138,14 +140,18 @@ def _sampling(make: Make) -> Iterator[Variant]:
     )
     words = torch.empty(1, VOCAB // 32, dtype=torch.int32)
     counts = torch.empty(1, VOCAB, dtype=torch.int32)
+    line = one.int()
+    biases = torch.zeros(1, MAX_BIASES, dtype=torch.int32)
     full = SamplingRows(
         *(rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.position),
-        penalties=Penalties(one, one, one, one.int(), counts, words),
-        bias=Bias(torch.zeros(1, 32, dtype=torch.int32), torch.empty(1, 32)),
-        mask=words,
+        penalties=Penalties(one, one, one, line, counts, words),
+        bias=Bias(line, biases, biases.float()),
+        mask=Mask(line, words),
+        scored=line,
     )
     yield make("sampling", lambda: sample(logits, rows))
     yield make("sampling-adjusted", lambda: sample(logits, full))
-    yield make("sampling-top", lambda: top_logprobs(logits, one, 20))
-    tokens = torch.zeros(5, dtype=torch.int64)
-    yield make("sampling-accept", lambda: accept(tokens, tokens, torch.zeros(2, dtype=torch.int32)))
+    yield make("sampling-adjusted-bfloat16", lambda: sample(logits.to(_BF16), full))
+    yield make("sampling-top", lambda: top_logprobs(logits.to(_BF16), one, 20, line))
+    cu_rows = torch.tensor([0, 1], dtype=torch.int32)
+    yield make("sampling-verify", lambda: verify(logits, full, line, cu_rows))

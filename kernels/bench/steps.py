@@ -13,8 +13,9 @@ from kernels.linear.triton_weights import DeviceWeight, plain
 from kernels.moe.triton_kernel import experts, route, stacked
 from kernels.norm.triton_kernel import add_rms_norm
 from kernels.rotary.triton_kernel import rotary_store_kv
-from kernels.sampling.triton_kernel import SamplingRows, sample
+from kernels.sampling.triton_kernel import sample
 from kernels.sampling.triton_logprobs import top_logprobs
+from kernels.sampling.triton_rows import SamplingRows
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 Call = Callable[[], object]

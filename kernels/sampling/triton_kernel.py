@@ -2,19 +2,17 @@
 
 No launch waits for the host: adjust (penalties, bias, mask, temperature), filter (`triton_filter`), draw, choose. A row
 is cut into splits of a fixed size, so that a small batch fills the device too; what splits leave is put together in
-order, so that a row depends on nothing but itself.
+order, so that a row depends on nothing but itself. What a row does not ask for costs it the look at a number: captured
+steps launch the same kernels whatever their rows want.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.arguments import FLOATS, check_contiguous, check_device, check_dtype, check_shape
 from kernels.sampling.noise import NOISE_MAX, NOISE_MIN
 from kernels.sampling.triton_filter import (
     BINS,
@@ -26,58 +24,16 @@ from kernels.sampling.triton_filter import (
     limit_kernel,
 )
 from kernels.sampling.triton_noise import gumbel_noise, noise_words, rough_noise
+from kernels.sampling.triton_rows import Drawn, SamplingRows, check_drawn, check_rows_of, empty_drawn
 
 SPLIT = 4096
 """Tokens of a split."""
 _LIMIT_BLOCK = 2048
 _MAX_GAP: tl.constexpr = tl.constexpr(NOISE_MAX - NOISE_MIN)
 _NO_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+_LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 _ROUGH: tl.constexpr = tl.constexpr(1e-3)
 """Further behind by rough noise, a token is behind by exact noise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """What has been said before. Rows of one sequence share a line of `counts` and `prompts`."""
-
-    repetition: Tensor  # [num_rows] float32; 1 = off; divides or multiplies logits of tokens of prompt and output
-    presence: Tensor  # [num_rows] float32; taken off once for a token of the output
-    frequency: Tensor  # [num_rows] float32; taken off for each time
-    lines: Tensor  # [num_rows] int32, the row's line of the next two
-    counts: Tensor  # [num_lines, vocab_size] int32, how often a token was put out
-    prompts: Tensor  # [num_lines, ceil(vocab_size / 32)] int32, bit i % 32 of word i / 32 for tokens of the prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Bias:
-    """Added after penalties."""
-
-    ids: Tensor  # [num_rows, max_biases] int32; -1 = none
-    values: Tensor  # [num_rows, max_biases] float32
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """How each row is sampled: `RowSampling` as tensors on the device."""
-
-    temperature: Tensor  # [num_rows] float32
-    top_k: Tensor  # [num_rows] int32
-    top_p: Tensor  # [num_rows] float64
-    min_p: Tensor  # [num_rows] float64; 0 = off
-    seed: Tensor  # [num_rows] int64, the seed's 64 bits
-    position: Tensor  # [num_rows] int64
-    penalties: Penalties | None = None
-    bias: Bias | None = None
-    mask: Tensor | None = None  # [num_rows, ceil(vocab_size / 32)] int32, bit set = allowed by the grammar
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """One token a row. Log-probabilities are those of the logits as given, before everything above."""
-
-    tokens: Tensor  # [num_rows] int64
-    logprobs: Tensor  # [num_rows] float32, of the tokens
-    log_sums: Tensor  # [num_rows] float32, log of the sum of exp of the row's logits
 
 
 @triton.jit
@@ -88,20 +44,26 @@ def adjust_kernel(
     part_id_ptr,  # [num_rows, num_splits] int32, written: the lowest id at part_max
     part_mass_ptr,  # [num_rows, num_splits] float64, written where top-p is on: sum of exp(scaled - part_max)
     raw_ptr,  # [num_rows, num_splits, 2] float32, written: largest logit as given, sum of exp(logit - it)
+    broken_ptr,  # [num_rows, num_splits] int32, written: 1 where a logit is no number or infinite, given or adjusted
     temperature_ptr,  # [num_rows] float32
     top_p_ptr,  # [num_rows] float64
     repetition_ptr, presence_ptr, frequency_ptr,  # [num_rows] float32, with HAS_PENALTIES
-    lines_ptr,  # [num_rows] int32
+    penalty_line_ptr,  # [num_rows] int32
     counts_ptr,  # [num_lines, vocab_size] int32
     prompts_ptr,  # [num_lines, mask_words] int32
-    bias_ids_ptr,  # [num_rows, num_biases] int32, with HAS_BIAS
-    bias_values_ptr,  # [num_rows, num_biases] float32
-    mask_ptr,  # [num_rows, mask_words] int32, with HAS_MASK
+    draft_ptr, first_ptr,  # [num_rows] int32, with HAS_DRAFTS
+    bias_line_ptr,  # [num_rows] int32, with HAS_BIAS
+    bias_ids_ptr,  # [num_lines, num_biases] int32, ascending
+    bias_values_ptr,  # [num_lines, num_biases] float32
+    mask_line_ptr,  # [num_rows] int32, with HAS_MASK
+    mask_ptr,  # [num_lines, mask_words] int32
     vocab_size,
     mask_words,
     num_biases,
     BLOCK: tl.constexpr,
+    BIASES: tl.constexpr,  # power of two >= num_biases
     HAS_PENALTIES: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
@@ -110,33 +72,47 @@ def adjust_kernel(
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     m_v = o_v < vocab_size
     b_x = tl.load(logits_ptr + i_r * vocab_size + o_v, mask=m_v, other=float("-inf")).to(tl.float32)  # [BLOCK]
+    broken = _broken(b_x)
     # not a number is never drawn
-    b_x = tl.where(b_x == b_x, tl.minimum(b_x, 3.4028234663852886e38), float("-inf"))
+    b_x = tl.where(b_x == b_x, tl.minimum(b_x, _LARGEST), float("-inf"))
     i_part = i_r * tl.num_programs(1) + i_s
     top = tl.max(b_x, axis=0)
     tl.store(raw_ptr + 2 * i_part, top)
     shifted = b_x - tl.where(top == float("-inf"), 0.0, top)
     tl.store(raw_ptr + 2 * i_part + 1, tl.sum(tl.exp(shifted), axis=0))
     if HAS_PENALTIES:
-        line = tl.load(lines_ptr + i_r).to(tl.int64)
-        b_count = tl.load(counts_ptr + line * vocab_size + o_v, mask=m_v, other=0)
-        b_word = tl.load(prompts_ptr + line * mask_words + o_v // 32, mask=m_v, other=0)
-        seen = (b_count > 0) | (((b_word >> (o_v % 32)) & 1) > 0)
-        by = tl.load(repetition_ptr + i_r)
-        b_x = tl.where(seen, tl.where(b_x > 0, tl.div_rn(b_x, by), b_x * by), b_x)
-        b_x -= tl.load(frequency_ptr + i_r) * b_count.to(tl.float32)
-        b_x -= tl.where(b_count > 0, tl.load(presence_ptr + i_r), 0.0)
+        line = tl.load(penalty_line_ptr + i_r).to(tl.int64)
+        if line >= 0:
+            b_count = tl.load(counts_ptr + line * vocab_size + o_v, mask=m_v, other=0)
+            if HAS_DRAFTS:
+                for i in range(tl.load(first_ptr + i_r), tl.program_id(0)):
+                    b_count += (o_v == tl.load(draft_ptr + i)).to(tl.int32)
+            b_word = tl.load(prompts_ptr + line * mask_words + o_v // 32, mask=m_v, other=0)
+            seen = (b_count > 0) | (((b_word >> (o_v % 32)) & 1) > 0)
+            by = tl.load(repetition_ptr + i_r)
+            b_x = tl.where(seen, tl.where(b_x > 0, tl.div_rn(b_x, by), b_x * by), b_x)
+            b_x -= tl.load(frequency_ptr + i_r) * b_count.to(tl.float32)
+            b_x -= tl.where(b_count > 0, tl.load(presence_ptr + i_r), 0.0)
     if HAS_BIAS:
-        for i in range(num_biases):
-            hit = o_v == tl.load(bias_ids_ptr + i_r * num_biases + i)
-            b_x += tl.where(hit, tl.load(bias_values_ptr + i_r * num_biases + i), 0.0)
+        line = tl.load(bias_line_ptr + i_r).to(tl.int64)
+        if line >= 0:
+            o_b = tl.arange(0, BIASES)
+            b_id = tl.load(bias_ids_ptr + line * num_biases + o_b, mask=o_b < num_biases, other=_NO_ID)  # [BIASES]
+            before = tl.sum((b_id < i_s * BLOCK).to(tl.int32), axis=0)
+            end = tl.sum((b_id < tl.minimum((i_s + 1) * BLOCK, vocab_size)).to(tl.int32), axis=0)
+            for i in range(before, end):
+                hit = o_v == tl.load(bias_ids_ptr + line * num_biases + i)
+                b_x += tl.where(hit, tl.load(bias_values_ptr + line * num_biases + i), 0.0)
     if HAS_MASK:
-        b_word = tl.load(mask_ptr + i_r * mask_words + o_v // 32, mask=m_v, other=0)
-        b_x = tl.where(((b_word >> (o_v % 32)) & 1) > 0, b_x, float("-inf"))
+        line = tl.load(mask_line_ptr + i_r).to(tl.int64)
+        if line >= 0:
+            b_word = tl.load(mask_ptr + line * mask_words + o_v // 32, mask=m_v, other=0)
+            b_x = tl.where(((b_word >> (o_v % 32)) & 1) > 0, b_x, float("-inf"))
+    tl.store(broken_ptr + i_part, broken | _broken(b_x))
     temperature = tl.load(temperature_ptr + i_r)
     b_x = tl.div_rn(b_x, tl.where(temperature < GREEDY, 1.0, temperature))
     # a small temperature can take a difference of logits past float32
-    b_x = tl.minimum(b_x, 3.4028234663852886e38)
+    b_x = tl.minimum(b_x, _LARGEST)
     tl.store(scaled_ptr + i_r * vocab_size + o_v, b_x, mask=m_v)
     best, best_id = _best(b_x, o_v, m_v)
     tl.store(part_max_ptr + i_part, best)
@@ -144,6 +120,12 @@ def adjust_kernel(
     if tl.load(top_p_ptr + i_r) < 1.0:
         away = (b_x - tl.where(best == float("-inf"), 0.0, best)).to(tl.float64)
         tl.store(part_mass_ptr + i_part, tl.sum(tl.exp(away), axis=0))
+
+
+@triton.jit
+def _broken(b_x):
+    """1 where a value is no number, or plus infinity."""
+    return tl.max(((b_x != b_x) | (b_x == float("inf"))).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -202,13 +184,20 @@ def choose_kernel(
     part_max_ptr, part_id_ptr,  # [num_rows, num_splits], of greedy rows
     score_ptr, score_id_ptr,  # [num_rows, num_splits], of the others
     raw_ptr,  # [num_rows, num_splits, 2] float32
+    broken_ptr,  # [num_rows, num_splits] int32
     temperature_ptr,  # [num_rows] float32
-    token_ptr,  # [num_rows] int64, written
+    scored_ptr,  # [num_rows] int32, with HAS_SCORED
+    penalty_line_ptr,  # [num_rows] int32, with COUNTS
+    counts_ptr,  # [num_lines, vocab_size] int32, written
+    token_ptr,  # [num_rows] int32, written
+    finite_ptr,  # [num_rows] int32, written
     logprob_ptr,  # [num_rows] float32, written
     log_sum_ptr,  # [num_rows] float32, written
     vocab_size,
     num_splits,
     SPLITS: tl.constexpr,  # power of two >= num_splits
+    HAS_SCORED: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_rows,)."""
     i_r = tl.program_id(0).to(tl.int64)
@@ -226,17 +215,26 @@ def choose_kernel(
     token = tl.min(tl.where(m_s & (b_score == best), b_id, _NO_ID), axis=0)
     # a row with nothing to draw from
     token = tl.where(token < vocab_size, token, 0)
+    broken = tl.max(tl.load(broken_ptr + o_part, mask=m_s, other=0), axis=0)
+    tl.store(token_ptr + i_r, token)
+    tl.store(finite_ptr + i_r, tl.where((best > float("-inf")) & (broken == 0), 1, 0))
+    if COUNTS:
+        line = tl.load(penalty_line_ptr + i_r).to(tl.int64)
+        tl.atomic_add(counts_ptr + line * vocab_size + token, 1, mask=line >= 0)
     b_top = tl.load(raw_ptr + 2 * o_part, mask=m_s, other=float("-inf"))  # [SPLITS]
     b_sum = tl.load(raw_ptr + 2 * o_part + 1, mask=m_s, other=0.0)  # [SPLITS]
     top = tl.max(b_top, axis=0)
     log_sum = top + tl.log(tl.sum(b_sum * tl.exp(b_top - top), axis=0))
-    logit = tl.load(logits_ptr + i_r * vocab_size + token).to(tl.float32)
-    tl.store(token_ptr + i_r, token.to(tl.int64))
+    told = token
+    if HAS_SCORED:
+        scored = tl.load(scored_ptr + i_r)
+        told = tl.where(scored >= 0, scored, token)
+    logit = tl.load(logits_ptr + i_r * vocab_size + told).to(tl.float32)
     tl.store(logprob_ptr + i_r, logit - log_sum)
     tl.store(log_sum_ptr + i_r, log_sum)
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
+def sample(logits: Tensor, rows: SamplingRows, out: Drawn | None = None) -> Drawn:
     """One token per row, with its log-probability.
 
     Order: repetition, frequency and presence penalties, bias, grammar mask; then as `kernels.sampling.sample`:
@@ -244,27 +242,31 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
 
     Args:
         logits: [num_rows, vocab_size] float32, bfloat16 or float16, contiguous. NaN is never drawn.
+        out: written, where given, and returned.
 
     Raises:
         KernelArgumentError: a tensor is not as described.
     """
-    _check(logits, rows)
+    check_rows_of(logits, rows)
     num_rows, vocab_size = logits.shape
     splits = triton.cdiv(vocab_size, SPLIT)
     device = logits.device
+    if out is None:
+        out = empty_drawn(num_rows, device)
+    check_drawn(out, logits)
+    if num_rows == 0:
+        return out
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    drawn = Drawn(empty(num_rows, dtype=torch.int64), empty(num_rows), empty(num_rows))
-    if num_rows == 0:
-        return drawn
     scaled, part_max, score = empty(num_rows, vocab_size), empty(num_rows, splits), empty(num_rows, splits)
-    part_id, score_id = (empty(num_rows, splits, dtype=torch.int32) for _ in range(2))
+    part_id, score_id, broken = (empty(num_rows, splits, dtype=torch.int32) for _ in range(3))
     part_mass, raw = empty(num_rows, splits, dtype=torch.float64), empty(num_rows, splits, 2)
     best, limit = empty(num_rows), empty(num_rows, 2, dtype=torch.int32)
     room = min(vocab_size, CANDIDATES)
-    penalties, bias, mask = rows.penalties, rows.bias, rows.mask
+    penalties, bias, mask, drafts, scored = rows.penalties, rows.bias, rows.mask, rows.drafts, rows.scored
+    num_biases = bias.ids.shape[1] if bias else 0
     adjust_kernel[(num_rows, splits)](
         logits_ptr=logits,
         scaled_ptr=scaled,
@@ -272,22 +274,29 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
         part_id_ptr=part_id,
         part_mass_ptr=part_mass,
         raw_ptr=raw,
+        broken_ptr=broken,
         temperature_ptr=rows.temperature,
         top_p_ptr=rows.top_p,
         repetition_ptr=penalties.repetition if penalties else raw,
         presence_ptr=penalties.presence if penalties else raw,
         frequency_ptr=penalties.frequency if penalties else raw,
-        lines_ptr=penalties.lines if penalties else part_id,
+        penalty_line_ptr=penalties.lines if penalties else part_id,
         counts_ptr=penalties.counts if penalties else part_id,
         prompts_ptr=penalties.prompts if penalties else part_id,
+        draft_ptr=drafts.tokens if drafts else part_id,
+        first_ptr=drafts.firsts if drafts else part_id,
+        bias_line_ptr=bias.lines if bias else part_id,
         bias_ids_ptr=bias.ids if bias else part_id,
         bias_values_ptr=bias.values if bias else raw,
-        mask_ptr=part_id if mask is None else mask,
+        mask_line_ptr=mask.lines if mask else part_id,
+        mask_ptr=mask.bits if mask else part_id,
         vocab_size=vocab_size,
         mask_words=triton.cdiv(vocab_size, 32),
-        num_biases=bias.ids.shape[1] if bias else 0,
+        num_biases=num_biases,
         BLOCK=SPLIT,
+        BIASES=triton.next_power_of_2(max(num_biases, 1)),
         HAS_PENALTIES=penalties is not None,
+        HAS_DRAFTS=drafts is not None,
         HAS_BIAS=bias is not None,
         HAS_MASK=mask is not None,
         num_warps=8,
@@ -345,47 +354,20 @@ def sample(logits: Tensor, rows: SamplingRows) -> Drawn:
         score_ptr=score,
         score_id_ptr=score_id,
         raw_ptr=raw,
+        broken_ptr=broken,
         temperature_ptr=rows.temperature,
-        token_ptr=drawn.tokens,
-        logprob_ptr=drawn.logprobs,
-        log_sum_ptr=drawn.log_sums,
+        scored_ptr=part_id if scored is None else scored,
+        penalty_line_ptr=penalties.lines if penalties else part_id,
+        counts_ptr=penalties.counts if penalties else part_id,
+        token_ptr=out.tokens,
+        finite_ptr=out.finite,
+        logprob_ptr=out.logprobs,
+        log_sum_ptr=out.log_sums,
         vocab_size=vocab_size,
         num_splits=splits,
         SPLITS=triton.next_power_of_2(splits),
+        HAS_SCORED=scored is not None,
+        COUNTS=penalties is not None and drafts is None,
         num_warps=1,
     )
-    return drawn
-
-
-def _check(logits: Tensor, rows: SamplingRows) -> None:
-    check_shape("logits", logits, None, None)
-    check_dtype("logits", logits, *FLOATS)
-    check_contiguous("logits", logits)
-    num_rows, vocab_size = logits.shape
-    words = triton.cdiv(vocab_size, 32)
-
-    def check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
-        check_shape(name, tensor, *shape)
-        check_dtype(name, tensor, dtype)
-        check_contiguous(name, tensor)
-        check_device(name, tensor, logits)
-
-    check("temperature", rows.temperature, torch.float32, num_rows)
-    check("top_k", rows.top_k, torch.int32, num_rows)
-    check("top_p", rows.top_p, torch.float64, num_rows)
-    check("min_p", rows.min_p, torch.float64, num_rows)
-    check("seed", rows.seed, torch.int64, num_rows)
-    check("position", rows.position, torch.int64, num_rows)
-    if rows.penalties is not None:
-        penalties = rows.penalties
-        check("repetition", penalties.repetition, torch.float32, num_rows)
-        check("presence", penalties.presence, torch.float32, num_rows)
-        check("frequency", penalties.frequency, torch.float32, num_rows)
-        check("lines", penalties.lines, torch.int32, num_rows)
-        check("counts", penalties.counts, torch.int32, None, vocab_size)
-        check("prompts", penalties.prompts, torch.int32, penalties.counts.shape[0], words)
-    if rows.bias is not None:
-        check("bias ids", rows.bias.ids, torch.int32, num_rows, None)
-        check("bias values", rows.bias.values, torch.float32, *rows.bias.ids.shape)
-    if rows.mask is not None:
-        check("mask", rows.mask, torch.int32, num_rows, words)
+    return out

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_attention import SPLIT, TritonPlan, plan_attention, plan_on_device
-from kernels.sampling.triton_kernel import SamplingRows, sample
+from kernels.sampling.triton_kernel import sample
+from kernels.sampling.triton_rows import SamplingRows
 from shared.contracts.errors import Internal, SettingsError
 from shared.engine.device_batch import (
     Part,

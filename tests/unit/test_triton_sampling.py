@@ -21,11 +21,14 @@ import triton.language as tl
 from kernels.arguments import KernelArgumentError
 from kernels.sampling import RowSampling
 from kernels.sampling import sample as sample_reference
-from kernels.sampling.adjustment import Adjustment, adjust
+from kernels.sampling.adjustment import Adjustment
+from kernels.sampling.logprobs import row_logprobs
 from kernels.sampling.triton_filter import CANDIDATES
-from kernels.sampling.triton_kernel import Bias, Penalties, SamplingRows, sample
-from kernels.sampling.triton_logprobs import accept, top_logprobs
+from kernels.sampling.triton_kernel import sample
+from kernels.sampling.triton_logprobs import NO_ID, Top, top_logprobs
 from kernels.sampling.triton_noise import gumbel_noise, noise_words, rough_noise
+from kernels.sampling.triton_rows import NO_BIAS, Bias, Mask, Penalties, SamplingRows
+from kernels.sampling.triton_verify import accept, verify
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, in the interpreter
@@ -168,65 +171,118 @@ def bits(num_rows: int, vocab_size: int, ids: Sequence[frozenset[int]]) -> Tenso
     return torch.from_numpy(packed.copy()).to(DEVICE)
 
 
-def test_penalties_bias_and_mask_equal_the_reference() -> None:
-    vocab_size = 331
+def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def adjusted_rows(given: SamplingRows, adjustments: Sequence[Adjustment], vocab_size: int) -> SamplingRows:
+    """Every row with a line of its own of everything, in reverse."""
+    count = len(adjustments)
+    lines = list(reversed(range(count)))
+    ordered = list(reversed(adjustments))
+    said = np.stack([np.bincount(item.output_ids or [vocab_size], minlength=vocab_size + 1) for item in ordered])
+    biases = [[*sorted(item.bias.items()), *[(NO_BIAS, 0.0)] * 3][:3] for item in ordered]
     everything = frozenset(range(vocab_size))
-    adjustments = [
-        Adjustment(),
-        Adjustment(repetition=1.3, prompt_ids=(1, 2, 330), output_ids=(5, 5, 7)),
-        Adjustment(presence=0.7, frequency=0.3, prompt_ids=(9,), output_ids=(0, 0, 0, 64, 330)),
-        Adjustment(bias={4: 30.0, 330: -2.5}),
-        Adjustment(allowed=frozenset({17, 31, 32, 330})),
-        Adjustment(2.0, 0.1, -0.4, (3, 4), (3, 3, 6), {6: 1.5, 8: 3.0}, everything - {0, 8}),
-    ]
-    logits = logits_of(len(adjustments), vocab_size, 2.0, seed=8)
-    counts = np.stack([np.bincount(item.output_ids or [vocab_size], minlength=vocab_size + 1) for item in adjustments])
-    biases = [[*item.bias.items(), (-1, 9.0), (-1, 9.0)][:2] for item in adjustments]
 
     def column(name: str) -> Tensor:
         return torch.tensor([getattr(item, name) for item in adjustments], dtype=torch.float32, device=DEVICE)
+
+    def lines_of(wants: Callable[[Adjustment], object]) -> Tensor:
+        return integers([line if wants(item) else -1 for line, item in zip(lines, adjustments, strict=True)])
 
     penalties = Penalties(
         column("repetition"),
         column("presence"),
         column("frequency"),
-        torch.arange(len(adjustments), dtype=torch.int32, device=DEVICE),
-        torch.from_numpy(counts[:, :vocab_size].astype(np.int32)).to(DEVICE),
-        bits(len(adjustments), vocab_size, [frozenset(item.prompt_ids) for item in adjustments]),
+        lines_of(lambda item: item.output_ids or item.prompt_ids),
+        torch.from_numpy(said[:, :vocab_size].astype(np.int32)).to(DEVICE),
+        bits(count, vocab_size, [frozenset(item.prompt_ids) for item in ordered]),
     )
-    bias = Bias(
-        torch.tensor([[i for i, _ in line] for line in biases], dtype=torch.int32, device=DEVICE),
-        torch.tensor([[v for _, v in line] for line in biases], dtype=torch.float32, device=DEVICE),
-    )
-    mask = bits(len(adjustments), vocab_size, [everything if i.allowed is None else i.allowed for i in adjustments])
+    values = torch.tensor([[value for _, value in line] for line in biases], dtype=torch.float32, device=DEVICE)
+    bias = Bias(lines_of(lambda item: item.bias), integers([[i for i, _ in line] for line in biases]), values)
+    allowed = bits(count, vocab_size, [everything if i.allowed is None else i.allowed for i in ordered])
+    mask = Mask(lines_of(lambda item: item.allowed is not None), allowed)
+    return replace(given, penalties=penalties, bias=bias, mask=mask)
+
+
+def test_penalties_bias_and_mask_equal_the_reference() -> None:
+    vocab_size = 4130
+    everything = frozenset(range(vocab_size))
+    adjustments = [
+        Adjustment(),
+        Adjustment(repetition=1.3, prompt_ids=(1, 2, 330), output_ids=(5, 5, 7)),
+        Adjustment(presence=0.7, frequency=0.3, prompt_ids=(9,), output_ids=(0, 0, 0, 64, 4129)),
+        Adjustment(bias={4: 30.0, 4095: -2.5, 4129: 31.0}),
+        Adjustment(allowed=frozenset({17, 31, 32, 4129})),
+        Adjustment(2.0, 0.1, -0.4, (3, 4), (3, 3, 6), {6: 1.5, 8: 3.0}, everything - {0, 8}),
+    ]
+    logits = logits_of(len(adjustments), vocab_size, 2.0, seed=8)
     for item in [row(0.0), row(), row(top_k=5), row(top_p=0.9)]:
-        rows = [item] * len(adjustments)
-        given = replace(tensors(rows), penalties=penalties, bias=bias, mask=mask)
-        adjusted = np.stack([adjust(logits[i].numpy(), a) for i, a in enumerate(adjustments)])
-        expected = sample_reference(torch.from_numpy(adjusted), rows)
-        assert sample(logits.to(DEVICE), given).tokens.tolist() == expected
+        plain = [item] * len(adjustments)
+        given = adjusted_rows(tensors(plain), adjustments, vocab_size)
+        expected = sample_reference(logits, [replace(item, adjustment=a) for a in adjustments])
+        before = given.penalties.counts.clone()  # type: ignore[union-attr]
+        drawn = sample(logits.to(DEVICE), given)
+        assert drawn.tokens.tolist() == expected
+        assert drawn.finite.tolist() == [1] * len(adjustments)
+        # what was drawn is counted in lines of rows with penalties, and nothing else
+        for line, found in zip(given.penalties.lines.tolist(), expected, strict=True):  # type: ignore[union-attr]
+            if line >= 0:
+                before[line, found] += 1
+        assert torch.equal(given.penalties.counts, before)  # type: ignore[union-attr]
+
+
+def test_rows_that_give_no_token_are_told_as_the_reference_tells_them() -> None:
+    logits = logits_of(6, 70, 1.0)
+    logits[0, 3], logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    nothing = Adjustment(allowed=frozenset())
+    ended = Adjustment(bias={3: -np.inf, 9: -np.inf}, allowed=frozenset({3, 9}))
+    for item in (row(0.0), row(), row(top_p=0.5)):
+        adjustments = [Adjustment()] * 4 + [nothing, ended]
+        expected = sample_reference(logits, [replace(item, adjustment=a) for a in adjustments])
+        drawn = sample(logits.to(DEVICE), adjusted_rows(tensors([item] * 6), adjustments, 70))
+        assert drawn.finite.tolist() == [0, 0, 1, 0, 0, 0] == [int(token >= 0) for token in expected]
+        assert drawn.tokens.tolist()[2] == expected[2]
+        assert all(0 <= token < 70 for token in drawn.tokens.tolist())
 
 
 def test_logprobs_are_of_the_logits_as_given() -> None:
     logits = logits_of(3, 5001, 3.0, seed=11)
-    drawn = sample(logits.to(DEVICE), tensors([row(0.0), row(temperature=2.0), row(top_k=3)]))
+    rows = adjusted_rows(
+        tensors([row(0.0), row(temperature=2.0), row(top_k=3)]), [Adjustment(bias={7: 5.0}), *[Adjustment()] * 2], 5001
+    )
+    drawn = sample(logits.to(DEVICE), replace(rows, scored=integers([-1, -1, 4321])))
     every = logits.double().log_softmax(-1)
-    expected = every.gather(1, drawn.tokens.cpu()[:, None])[:, 0]
-    assert (drawn.logprobs.cpu().double() - expected).abs().max() < 2e-5
+    told = [*drawn.tokens.tolist()[:2], 4321]
+    assert [row_logprobs(line.numpy(), token, 0)[0] for line, token in zip(logits, told, strict=True)] == pytest.approx(
+        drawn.logprobs.tolist(), abs=2e-5
+    )
     assert_close(drawn.log_sums, logits.double().logsumexp(-1), torch.float32)
-    ids, logprobs = top_logprobs(logits.to(DEVICE), drawn.log_sums, 5)
+    top = top_logprobs(logits.to(DEVICE), drawn.log_sums, 5)
     values, indices = every.topk(5)
-    assert ids.tolist() == indices.tolist()
-    assert (logprobs.cpu().double() - values).abs().max() < 2e-5
+    assert top.ids.tolist() == indices.tolist()
+    assert (top.logprobs.cpu().double() - values).abs().max() < 2e-5
+    assert drawn.logprobs.max() <= 0
+    assert top.logprobs.max() <= 0
+
+
+def test_rows_get_as_many_of_the_most_likely_as_they_want() -> None:
+    logits = logits_of(4, 4200, 2.0, seed=3)
+    sums = logits.logsumexp(-1).to(DEVICE)
+    out = Top(integers([[-7] * 6] * 4), torch.full((4, 6), 9.0, device=DEVICE))
+    top_logprobs(logits.to(DEVICE), sums, 6, wanted=integers([0, 6, 1, 2]), out=out)
+    for line, ids, values, count in zip(logits, out.ids.tolist(), out.logprobs.tolist(), (0, 6, 1, 2), strict=True):
+        _, expected = row_logprobs(line.numpy(), 0, count)
+        assert ids == [i for i, _ in expected] + [-7] * (6 - count)
+        assert values == pytest.approx([value for _, value in expected] + [9.0] * (6 - count), abs=2e-5)
 
 
 def test_top_logprobs_of_equal_logits_are_the_lowest_ids() -> None:
     logits = torch.zeros(1, 4200, device=DEVICE)
     logits[0, 4150] = 1.0
-    ids, _ = top_logprobs(logits, logits.logsumexp(-1), 4)
-    assert ids.tolist() == [[4150, 0, 1, 2]]
-    few, _ = top_logprobs(torch.tensor([[1.0, -torch.inf, 2.0]], device=DEVICE), torch.zeros(1, device=DEVICE), 3)
-    assert few.tolist() == [[2, 0, 1]]
+    assert top_logprobs(logits, logits.logsumexp(-1), 4).ids.tolist() == [[4150, 0, 1, 2]]
+    few = top_logprobs(torch.tensor([[1.0, -torch.inf, 2.0]], device=DEVICE), torch.zeros(1, device=DEVICE), 5)
+    assert few.ids.tolist() == [[2, 0, 1, NO_ID, NO_ID]]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
@@ -242,12 +298,57 @@ def test_not_a_number_and_masked_tokens_are_never_drawn() -> None:
     assert draw(logits, [row(0.0), row(), row(top_k=5), row(top_p=0.99)]) == [20] * 4
 
 
+def wide_bias(width: int) -> Bias:
+    return Bias(integers([0]), integers([[0] * width]), torch.zeros(1, width, device=DEVICE))
+
+
 def test_drafts_count_up_to_the_first_wrong_one() -> None:
-    tokens = torch.tensor([1, 2, 3, 7, 8, 9, 4], device=DEVICE)
-    drafts = torch.tensor([1, 2, -1, 7, 0, 9, -1], device=DEVICE)
-    cu_rows = torch.tensor([0, 3, 3, 6, 7], dtype=torch.int32, device=DEVICE)
+    tokens, drafts = integers([1, 2, 3, 7, 8, 9, 4]), integers([1, 2, -1, 7, 0, 9, -1])
     # all right and one more; no rows; right, then wrong; no drafts
-    assert accept(tokens, drafts, cu_rows).tolist() == [3, 0, 2, 1]
+    assert accept(tokens, drafts, integers([0, 3, 3, 6, 7])).tolist() == [3, 0, 2, 1]
+
+
+@pytest.mark.parametrize("item", [row(0.0), row(temperature=1.3, top_p=0.95)], ids=str)
+def test_verified_drafts_put_out_what_single_steps_would(item: RowSampling) -> None:
+    """A sequence whose drafts are right but for the last, one whose first is wrong, and one without any."""
+    vocab_size, prompts = 90, [(1, 2), (60,), (4, 5)]
+    lengths = [4, 3, 1]
+    logits = logits_of(sum(lengths), vocab_size, 0.5, seed=21)
+    penalized = [Adjustment(1.4, 0.5, 0.8, prompt) for prompt in prompts]
+    truth: list[list[int]] = []
+    first = 0
+    for length, adjustment in zip(lengths, penalized, strict=True):
+        output: list[int] = []
+        for i in range(length):
+            one = replace(item, position=i, adjustment=replace(adjustment, output_ids=tuple(output)))
+            output += sample_reference(logits[first + i : first + i + 1], [one])
+        truth.append(output)
+        first += length
+    # drafts that went wrong once: what follows is sampled, and does not count
+    drafts = [[*truth[0][:2], (truth[0][2] + 1) % vocab_size, 0], [(truth[1][0] + 1) % vocab_size, 7, 0], [0]]
+    flat = [item for line in drafts for item in line]
+    rows = tensors([replace(item, position=i) for length in lengths for i in range(length)])
+    lines = [line for line, length in enumerate(lengths) for _ in range(length)]
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(penalized[line], name) for line in lines], dtype=torch.float32, device=DEVICE)
+
+    penalties = Penalties(
+        column("repetition"),
+        column("presence"),
+        column("frequency"),
+        integers(lines),
+        torch.zeros(3, vocab_size, dtype=torch.int32, device=DEVICE),
+        bits(3, vocab_size, [frozenset(prompt) for prompt in prompts]),
+    )
+    cu_rows = integers([0, 4, 7, 8])
+    found = verify(logits.to(DEVICE), replace(rows, penalties=penalties), integers(flat), cu_rows)
+    assert found.accepted.tolist() == [3, 1, 1]
+    drawn = found.drawn.tokens.tolist()
+    kept = [drawn[:3], drawn[4:5], drawn[7:]]
+    assert kept == [truth[0][:3], truth[1][:1], truth[2]]
+    expected = torch.stack([torch.bincount(torch.tensor(tokens), minlength=vocab_size) for tokens in kept])
+    assert torch.equal(penalties.counts.cpu().long(), expected)
 
 
 @pytest.mark.parametrize(
@@ -259,11 +360,26 @@ def test_drafts_count_up_to_the_first_wrong_one() -> None:
         (
             lambda: sample(
                 torch.zeros(1, 40, device=DEVICE),
-                replace(tensors([row()]), mask=torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)),
+                replace(tensors([row()]), mask=Mask(integers([0]), integers([[0]]))),
             ),
-            r"mask has shape \[1, 1\], expected \[1, 2\]",
+            r"mask bits has shape \[1, 1\], expected \[any, 2\]",
         ),
-        (lambda: top_logprobs(torch.zeros(1, 4), torch.zeros(1), 5), r"top is 5, expected 1 to 4"),
+        (
+            lambda: sample(
+                torch.zeros(1, 9, device=DEVICE),
+                replace(tensors([row()]), bias=wide_bias(2049)),
+            ),
+            r"bias ids have 2049 a line, expected at most 2048",
+        ),
+        (lambda: top_logprobs(torch.zeros(1, 4), torch.zeros(1), 33), r"top is 33, expected 1 to 32"),
+        (
+            lambda: top_logprobs(torch.zeros(1, 4), torch.zeros(1), 2, torch.zeros(2, dtype=torch.int32)),
+            r"wanted has shape \[2\], expected \[1\]",
+        ),
+        (
+            lambda: verify(torch.zeros(2, 4), tensors([row()] * 2), torch.zeros(3).int(), torch.zeros(2).int()),
+            r"drafts has shape \[3\], expected \[2\]",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call: Callable[[], object], told: str) -> None:
