@@ -18,6 +18,7 @@ from services.cli.cores import has_gpu
 from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
 from shared.contracts.errors import SettingsError
+from shared.kv.layout import KV_SETTINGS
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
@@ -66,8 +67,9 @@ def kernels(settings: Settings, env: Mapping[str, str]) -> Finding:
     """Whether the native kernels can be had, which are several times as fast as torch's."""
     if settings.workers.fake or settings.engine.kernels not in ("auto", "native"):
         return Finding("kernels", SKIP, "fake workers" if settings.workers.fake else settings.engine.kernels)
-    needed = any(entry.quant != "none" for entry in served_models(settings))
-    bad = FAIL if needed or settings.kv.dtype == "int8" else WARN
+    on_gpu = settings.engine.device != "cpu" and has_gpu()
+    needed = not on_gpu and any(entry.quant != "none" for entry in served_models(settings))
+    bad = FAIL if needed or (settings.kv.dtype == "int8" and not on_gpu) else WARN
     instead = "none needed: torch computes instead, more slowly"
     if bad == FAIL:
         instead = "quant needs them: set it to none" if needed else "kv.dtype needs them: set it to auto"
@@ -132,17 +134,17 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
         digest, gate = model_digest(folder), open_gate(cache_dir(env))
     except SettingsError:
         return Finding("quality", SKIP, f"looked at once the model {entry.name} is there")
-    integers = settings.kv.dtype == "int8"
-    native = kernels(settings, env).verdict == OK or entry.quant != "none" or integers
+    kv = KV_SETTINGS.get(settings.kv.dtype, SAME)
+    native = kernels(settings, env).verdict == OK or entry.quant != "none" or kv != SAME
     family = "triton" if settings.engine.device != "cpu" and has_gpu() else "native" if native else "torch"
     dtype = gate.default_dtype(digest, family) if entry.dtype == AUTO else entry.dtype
-    configuration = Configuration(family, dtype, entry.quant or "none", settings.kv.dtype if integers else SAME)
+    configuration = Configuration(family, dtype, entry.quant or "none", kv)
     line = gate.describe(digest, configuration)
     if gate.allows(digest, configuration):
         return Finding("quality", OK, line)
     unmeasured = gate.record(digest, configuration) is None and family != "triton"  # no measure there yet
     flags = f"--kernels {family} --dtype {dtype} --quant {configuration.quant}"
-    if integers:
+    if kv != SAME:
         flags += f" --kv {settings.kv.dtype}"
     where = f"--model {folder} " if entry.path else ""
     measure = f"./baton bench quality {where}{flags} measures it" if unmeasured else ""

@@ -35,9 +35,11 @@ def prepare_kernels(
             raise SettingsError(f"quant {model.quant!r} of {model.name} {conflict}", param="engine.quant")
     if conflict := kv_conflict(settings):
         raise SettingsError(f"kv.dtype {settings.kv.dtype!r} {conflict}", param="kv.dtype")
+    if settings.kv.dtype == "fp8" and not (settings.workers.fake or has_gpu()):
+        raise SettingsError("kv.dtype 'fp8' needs a GPU, and there is none here", param="kv.dtype")
     wanting = [(f"quant {model.quant!r}", "engine.quant") for model in models if model.quant != "none"]
     wanting += [("kv.dtype 'int8'", "kv.dtype")] if settings.kv.dtype == "int8" else []
-    on_gpu = engine.device != "cpu" and has_gpu() and not wanting  # integers are the processor's
+    on_gpu = engine.device != "cpu" and has_gpu()
     if settings.workers.fake or engine.kernels not in ("auto", "native") or on_gpu:
         return ""
     try:

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ from shared.kv.pool import sweep
 from shared.model.config import layer_groups
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
 from shared.model.digest import model_digest
+from shared.model.kv_dtype import kv_dtype_on_gpu
 
 T = TypeVar("T")
 
@@ -53,14 +55,19 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         sizes = ", ".join(map(str, BLOCK_SIZES))
         raise SettingsError(f"block_size {options.block_size} has no GPU kernels, only {sizes}", param="kv.block_size")
     device = torch.device("cuda", torch.cuda.current_device())
+    kv_dtype = kv_dtype_on_gpu(options.kv_dtype, options.dtype, torch.cuda.get_device_capability(device))
+    options = replace(options, kv_dtype=kv_dtype)
     options.kv_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in sweep(options.kv_dir):
         log.warning("removed a pool file without an owner: %s", path.name)
     with _alone(options.kv_dir), torch.inference_mode():
         before = free_bytes(device)
-        model = load_device_decoder(options.model_dir, options.dtype, device.type, with_head=options.samples)
+        model = load_device_decoder(
+            options.model_dir, options.dtype, device.type, options.samples, options.quant, options.exact
+        )
+        torch.cuda.empty_cache()  # what weights were made integers of
         weights = before - free_bytes(device)
-        groups = layer_groups(model.config, options.block_size, options.dtype)
+        groups = layer_groups(model.config, options.block_size, options.kv_dtype)
         limits = StepLimits(options.token_budget, options.max_num_seqs, model.config.max_positions, options.depth)
         try:
             needed = measure_steps(model, groups, limits)
@@ -69,7 +76,8 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
             raise SettingsError(
                 f"the GPU has no room for this model's steps: {exc}", param="engine.token_budget"
             ) from exc
-    digest, numerics = model_digest(options.model_dir), numerics_id(options.dtype, model.kernels)
+    digest = model_digest(options.model_dir)
+    numerics = numerics_id(options.dtype, model.kernels, model.quant, options.kv_dtype)
     facts = WorkerFacts(
         layout=pool.layout,
         fingerprint=fingerprint(groups, digest, numerics),

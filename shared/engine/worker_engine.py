@@ -52,7 +52,7 @@ class WorkerOptions:
     model_dir: Path
     kv_dir: Path
     dtype: str = "float32"  # or auto, as `shared.model.decoder.load_decoder`; of a running engine, what was chosen
-    kv_dtype: str = "auto"  # as the model computes, or int8; of a running engine, what was chosen
+    kv_dtype: str = "auto"  # as the model computes, int8 or fp8; of a running engine, what was chosen
     block_size: int = 32  # token slots
     pool_bytes: int = 512 * 1024 * 1024  # 0: on a GPU what is left, else DEFAULT_POOL_BYTES
     token_budget: int = 512  # most tokens in a step
@@ -71,6 +71,7 @@ class WorkerOptions:
     gpu_share: float = 0.9  # most of the GPU's memory one worker takes
     kernels: str = "auto"
     quant: str = "none"
+    exact: bool = False  # on a GPU: no bit of a row depends on what shares its step
     quick_head: bool = False
     samples: bool = True  # False: makes KV only, and loads no output head
     self_check: bool = True
@@ -270,10 +271,8 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
     if device == "cuda":
         from shared.engine.device_worker import open_device_engine
         from shared.engine.worker_quality import on_gpu, with_quality
-        from shared.model.kv_dtype import require_kv_dtype_on_gpu
 
         on_device = on_gpu(replace(options, device=device, lone_token_budget=0))
-        require_kv_dtype_on_gpu(on_device.kv_dtype, on_device.dtype)
         return with_quality(open_device_engine(on_device, worker))
     return _open_real(replace(options, device=device, pool_bytes=options.pool_bytes or DEFAULT_POOL_BYTES), worker)
 
@@ -282,11 +281,10 @@ def _device(options: WorkerOptions) -> str:
     """What computes. Raises SettingsError for kernels that the device asked for does not have."""
     from kernels.dispatch import choose_device
 
-    for name, value, on_gpu in (("kernels", options.kernels, ("auto", "triton")), ("quant", options.quant, ("none",))):
-        if value not in on_gpu:
-            if options.device == "cuda":
-                raise SettingsError(f"{name} {value!r} does not run on a GPU", param=f"engine.{name}")
-            return "cpu"
+    if options.kernels not in ("auto", "triton"):
+        if options.device == "cuda":
+            raise SettingsError(f"kernels {options.kernels!r} does not run on a GPU", param="engine.kernels")
+        return "cpu"
     device, why = choose_device(options.device)
     if device == "cpu" and options.kernels == "triton":
         raise SettingsError(f"kernels 'triton' need a GPU: {why or 'device is cpu'}", param="engine.kernels")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir
-from shared.model.quality_gate import AUTO, Configuration, open_gate
+from shared.model.quality_gate import AUTO, SAME, Configuration, open_gate
 
 log = logging.getLogger("baton.worker")
 
@@ -40,7 +40,8 @@ def on_gpu(options: WorkerOptions) -> WorkerOptions:
 def with_quality(core: WorkerEngine) -> WorkerEngine:
     """A GPU's engine that tells of its quality."""
     facts, options = core.facts, core.options
-    configuration = Configuration(_GPU_KERNELS, options.dtype)
+    kv = SAME if options.kv_dtype == options.dtype else options.kv_dtype
+    configuration = Configuration(_GPU_KERNELS, options.dtype, options.quant, kv)
     line = told_quality(configuration, facts.model_digest, facts.numerics, warn=options.samples)
     core.facts = replace(facts, computes=line)
     return core

@@ -60,6 +60,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         gpu_share=engine.gpu_share or GPU_SHARE / max(1, workers.prefill + workers.decode),
         kernels=engine.kernels,
         quant=engine.quant,
+        exact=engine.exact,
         quick_head=engine.quick_head,
         fake=workers.fake,
     )

@@ -64,17 +64,19 @@ def quant_conflict(settings: Settings, model: ModelEntry) -> str:
 
 
 def kv_conflict(settings: Settings) -> str:
-    """Why KV cannot be integers with these settings; "" for no reason."""
+    """Why KV cannot be of 8 bits with these settings; "" for no reason."""
+    engine = settings.engine
+    if settings.kv.dtype == "fp8" and not settings.workers.fake:
+        if engine.kernels not in ("auto", "triton"):
+            return f"needs a GPU, not engine.kernels = {engine.kernels!r}"
+        return "needs a GPU, not engine.device = 'cpu'" if engine.device == "cpu" else ""
     return _integers_conflict(settings) if settings.kv.dtype == "int8" else ""
 
 
 def _integers_conflict(settings: Settings) -> str:
-    engine = settings.engine
-    if settings.workers.fake:
+    if settings.workers.fake or settings.engine.kernels != "torch":
         return ""
-    if engine.kernels not in ("auto", "native"):
-        return f"needs the native kernels, not engine.kernels = {engine.kernels!r}"
-    return "does not run on a GPU, which engine.device = 'cuda' asks for" if engine.device == "cuda" else ""
+    return "needs the native kernels or a GPU, not engine.kernels = 'torch'"
 
 
 def only_model(settings: Settings) -> ModelEntry:

@@ -66,7 +66,6 @@ def test_why_not_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "what"),
     [
         ({"kernels": "native", "device": "cuda"}, "kernels 'native' does not run on a GPU"),
-        ({"quant": "int8", "device": "cuda"}, "quant 'int8' does not run on a GPU"),
         ({"kernels": "triton", "device": "cpu"}, "kernels 'triton' need a GPU: device is cpu"),
         ({"kernels": "triton", "device": "cuda"}, "kernels 'triton' need a GPU: torch sees no CUDA card"),
     ],

@@ -20,7 +20,7 @@ from shared.engine.worker_engine import WorkerOptions, open_worker_engine
 from shared.engine.worker_settings import worker_options
 from shared.kv.layout import LayerGroup, fingerprint
 from shared.model.decoder import load_decoder
-from shared.model.kv_dtype import kv_dtype_of, require_kv_dtype_on_gpu
+from shared.model.kv_dtype import kv_dtype_of, kv_dtype_on_gpu
 from shared.model.quality_gate import Configuration, Gate
 from shared.settings.load import LoadedSettings
 from shared.settings.models import for_model, served_models
@@ -53,6 +53,7 @@ def test_native_kernels_keep_kv_as_they_compute_or_in_integers(folder: Path, wan
     [
         ("native", "bfloat16", "kv.dtype 'bfloat16' with a model that computes in float32"),
         ("torch", "int8", "kv.dtype 'int8' needs the native kernels"),
+        ("torch", "fp8", "kv.dtype 'fp8' needs a GPU"),
     ],
 )
 def test_what_nothing_reads_is_refused(folder: Path, kernels: str, wanted: str, words: str) -> None:
@@ -61,18 +62,41 @@ def test_what_nothing_reads_is_refused(folder: Path, kernels: str, wanted: str, 
     assert error.value.param == "kv.dtype"
 
 
-def test_a_gpu_keeps_kv_as_it_computes() -> None:
-    require_kv_dtype_on_gpu("auto", "bfloat16")
-    require_kv_dtype_on_gpu("bfloat16", "bfloat16")
-    with pytest.raises(SettingsError, match=r"kv\.dtype 'int8' does not run on a GPU"):
-        require_kv_dtype_on_gpu("int8", "bfloat16")
+def test_a_gpu_keeps_kv_as_it_computes_or_in_8_bits() -> None:
+    kept = {wanted: kv_dtype_on_gpu(wanted, "bfloat16", (8, 9)) for wanted in ("auto", "bfloat16", "int8", "fp8")}
+    assert kept == {"auto": "bfloat16", "bfloat16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}
+    assert kv_dtype_on_gpu("int8", "float32", (8, 0)) == "int8"
+    with pytest.raises(SettingsError, match="'fp8' needs sm_89 or newer, this GPU is sm_80: int8 works on it"):
+        kv_dtype_on_gpu("fp8", "bfloat16", (8, 0))
+    with pytest.raises(SettingsError, match="one of bfloat16, int8, fp8") as error:
+        kv_dtype_on_gpu("float32", "bfloat16", (9, 0))
+    assert error.value.param == "kv.dtype"
 
 
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        (EngineSettings(kernels="torch"), "needs the native kernels, not engine.kernels = 'torch'"),
-        (EngineSettings(device="cuda"), "does not run on a GPU, which engine.device = 'cuda' asks for"),
+        (EngineSettings(kernels="native"), "needs a GPU, not engine.kernels = 'native'"),
+        (EngineSettings(device="cpu"), "needs a GPU, not engine.device = 'cpu'"),
+        (EngineSettings(), ""),
+    ],
+)
+def test_float8_is_a_gpu_s(engine: EngineSettings, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.native_kernels.has_gpu", lambda: False)
+    settings = Settings(kv=KvSettings(dtype="fp8"), engine=engine)
+    assert list(problems(LoadedSettings(settings, {}))) == ([f"kv.dtype = 'fp8' {words}"] if words else [])
+    with pytest.raises(SettingsError, match=r"^kv\.dtype 'fp8' needs a GPU"):
+        prepare_kernels(settings, {})
+    fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
+    assert not list(problems(LoadedSettings(fake, {})))
+    assert prepare_kernels(fake, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (EngineSettings(kernels="torch"), "needs the native kernels or a GPU, not engine.kernels = 'torch'"),
+        (EngineSettings(device="cuda"), ""),
         (EngineSettings(), ""),
     ],
 )
@@ -97,6 +121,7 @@ def test_a_stack_whose_kv_nothing_reads_does_not_start(tmp_path: Path) -> None:
 def test_integers_take_half_the_memory_and_a_scale_each() -> None:
     plain = LayerGroup("full", (0, 1, 2), 2, 64, 32, "bfloat16", "lanes16")
     integers = replace(plain, dtype="int8")
+    assert replace(plain, dtype="float8_e4m3fn").span_bytes == integers.span_bytes
     vectors = 3 * 2 * 2 * 32
     assert (plain.span_bytes, integers.span_bytes) == (vectors * 128, vectors * 68)
     assert (integers.tiles_bytes, integers.scales_bytes, plain.scales_bytes) == (vectors * 64, vectors * 4, 0)

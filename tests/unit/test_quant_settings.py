@@ -105,8 +105,8 @@ def test_the_numerics_id_tells_them_apart() -> None:
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        ({"kernels": "torch"}, "needs the native kernels, not engine.kernels = 'torch'"),
-        ({"device": "cuda"}, "does not run on a GPU, which engine.device = 'cuda' asks for"),
+        ({"kernels": "torch"}, "needs the native kernels or a GPU, not engine.kernels = 'torch'"),
+        ({"device": "cuda"}, ""),
         ({"kernels": "native"}, ""),
     ],
 )
