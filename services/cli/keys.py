@@ -66,22 +66,32 @@ def _parser() -> argparse.ArgumentParser:
     create = command("create", _create, "make an API key, and the tenant if there is none; shown this once")
     create.add_argument("tenant", metavar="TENANT", help="1 to 40 of a-z, 0-9 and -")
     create.add_argument("--id", default="", metavar="NAME", help="name of the key (default: made up)")
+    create.add_argument("--parallel", type=_number, default=0, metavar="N", help="requests of it at once (0: no limit)")
     revoke = command("revoke", _revoke, "end an API key; requests under way go on")
     revoke.add_argument("tenant", metavar="TENANT")
     revoke.add_argument("key_id", metavar="KEY", help="its name, as in the list")
-    listing = command("list", _list, "show tenants, names of their API keys, and limits of their own")
+    listing = command("list", _list, "show tenants, names of their API keys, limits of their own, and what runs")
     listing.add_argument("tenant", nargs="?", default="", metavar="TENANT", help="only this one")
     limits = command("limits", _limits, "change limits of a tenant, or show them; they hold from its next request on")
     limits.add_argument("tenant", metavar="TENANT")
+    limits.add_argument("--key", default="", metavar="NAME", help="of this key, which may have --parallel, instead")
     for name in LIMITS:
-        limits.add_argument(f"--{name.replace('_', '-')}", type=_limit, metavar="N", help=f"0: none; {DEFAULT}: as all")
+        flags = [f"--{name.replace('_', '-')}", *(("--parallel",) if name == "max_parallel" else ())]
+        limits.add_argument(*flags, dest=name, type=_limit, metavar="N", help=f"0: none; {DEFAULT}: as all")
     return parser
 
 
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
 def _limit(text: str) -> int | str:
-    if text != DEFAULT and not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {DEFAULT!r}")
-    return text if text == DEFAULT else int(text)
+    try:
+        return text if text == DEFAULT else _number(text)
+    except argparse.ArgumentTypeError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {DEFAULT!r}") from exc
 
 
 # ---------------------------------------------------------------------------------------------- the queue
@@ -192,7 +202,7 @@ def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     key = new_api_key()
     digest = hashlib.sha256(key).digest()
     name = options.id or f"key-{digest.hex()[:8]}"
-    _asked(env, am.KeyCreate(tenant=tenant, key_id=name, key_hash=digest))
+    _asked(env, am.KeyCreate(tenant=tenant, key_id=name, key_hash=digest, max_parallel=options.parallel))
     if options.json:
         print(json.dumps({"tenant": tenant, "key_id": name, "api_key": key.decode()}))
     else:
@@ -212,9 +222,20 @@ def _limits(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant)
     given = {name: getattr(options, name) for name in LIMITS if getattr(options, name) is not None}
     changes = {name: None if value == DEFAULT else value for name, value in given.items()}
-    ask = am.LimitsChange(tenant=tenant, limits=changes) if changes else am.TenantsQuery(tenant=tenant)
-    _print(_existing(_asked(env, ask), tenant), options.json)
+    change = am.LimitsChange(tenant=tenant, limits=changes, key_id=options.key)
+    ask = change if changes else am.TenantsQuery(tenant=tenant)
+    found = _existing(_asked(env, ask), tenant)
+    _print(_only(found, options.key) if options.key else found, options.json)
     return 0
+
+
+def _only(found: am.Tenants, key_id: str) -> am.Tenants:
+    """The one tenant with this key alone. Raises NotFound when it has none such."""
+    (tenant,) = found.tenants
+    keys = tuple(key for key in tenant.keys if key.id == key_id)
+    if not keys:
+        raise NotFound(f"tenant {tenant.id!r} has no key {key_id!r}", param="key_id")
+    return am.Tenants(tenants=(msgspec.structs.replace(tenant, keys=keys),))
 
 
 def _list(options: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -251,11 +272,16 @@ def _print(found: am.Tenants, as_json: bool) -> None:
         print(json.dumps([msgspec.to_builtins(tenant) for tenant in found.tenants]))
         return
     for tenant in found.tenants:
-        limits = ", ".join(f"{name} {value}" for name, value in tenant.limits.items())
-        print(f"{tenant.id}  {limits}".rstrip())
+        limits = [f"{name} {value}" for name, value in tenant.limits.items()]
+        print(f"{tenant.id}  {', '.join(limits + _running(tenant.running))}".rstrip())
         for key in tenant.keys:
             marks = [mark for mark, holds in (("admin", key.admin), ("revoked", key.revoked)) if holds]
-            print(f"  {key.id}  {' '.join(marks)}".rstrip())
+            limits = [f"max_parallel {key.max_parallel}"] if key.max_parallel else []
+            print(f"  {key.id}  {', '.join(marks + limits + _running(key.running))}".rstrip())
+
+
+def _running(count: int) -> list[str]:
+    return [f"{count} running"] if count else []
 
 
 def _asked(env: Mapping[str, str], ask: Ask) -> am.Tenants:

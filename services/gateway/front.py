@@ -35,6 +35,7 @@ TOLD_HEADERS = (
     "retry-after",
     "x-request-id",
     *(f"x-ratelimit-{what}-{limit}" for what in ("limit", "remaining", "reset") for limit in ("requests", "tokens")),
+    *(f"x-ratelimit-{what}-parallel" for what in ("limit", "remaining")),
 )
 """Of an answer's headers those that a page may read."""
 

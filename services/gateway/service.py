@@ -141,18 +141,18 @@ class GatewayService:
         return identity
 
     async def rate_limits(self, identity: Identity, key_hash: bytes) -> dict[str, str]:
-        """Headers that tell what is left of the tenant's limits a minute; none where it has none.
+        """Headers that tell what is left of the limits of tenant and key; none where there are none.
 
         Policy is asked if it did not just say so, and if it does not answer, its last word is told.
         """
-        if not identity.limits.requests_per_minute and not identity.limits.tokens_per_minute:
+        if not identity.has_rates:
             return {}
-        quotas = self.ingress.quotas
-        told = quotas.headers(identity.tenant, self._clock())
+        quotas, whose = self.ingress.quotas, (identity.tenant, identity.key_id)
+        told = quotas.headers(*whose, self._clock())
         if told is None:
             with suppress(BatonError):
                 await self._ask_identity(key_hash)
-            told = quotas.headers(identity.tenant, self._clock(), math.inf)
+            told = quotas.headers(*whose, self._clock(), math.inf)
         return told or {}
 
     async def open(

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from services.policy.ledger import Booked, compute_name
-from services.policy.quota import MINUTE_US, Verdict
+from services.policy.quota import MINUTE_US, NO_KEY, Asker, Verdict
 from shared.contracts import messages as m
 from shared.contracts.grants import Limits
 from shared.contracts.ids import IngressId, RequestId, TenantId
@@ -27,7 +27,7 @@ def _script(name: str) -> str:
     return (_LUA / "bucket.lua").read_text() + (_LUA / f"{name}.lua").read_text()
 
 
-_RESERVE, _RELEASE, _SETTLE, _PEEK = (_script(name) for name in ("reserve", "release", "settle", "peek"))
+_RESERVE, _RELEASE, _SETTLE, _PEEK, _RUNNING = map(_script, ("reserve", "release", "settle", "peek", "running"))
 
 
 class Accounts:
@@ -54,20 +54,23 @@ class Accounts:
         ttl_us: int,
         now_us: int = 0,
         ingress: IngressId = NOBODY,
+        asker: Asker = NO_KEY,
     ) -> tuple[Verdict, float, Quota]:
         """As `quota.reserve`; the verdict, when it was given (Redis time, unix seconds), and what is used now.
 
         `ingress`: who holds the request, for `held_by`.
         """
-        arguments = (*_head(now_us, limits), reservation_id, tokens, ttl_us, ingress)
+        arguments: list[str | bytes | int | float] = [*_head(now_us, limits), reservation_id, tokens, ttl_us, ingress]
+        arguments += [limits.max_parallel, asker.key_id, asker.max_parallel]
         found = await self._redis.script(_RESERVE, self._quota_keys(tenant), arguments)
         reason, retry_us, at_us, *used = found
-        return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6, _quota(tenant, limits, used)
+        return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6, _quota(tenant, limits, asker, used)
 
-    async def used(self, tenant: TenantId, limits: Limits, now_us: int = 0) -> Quota:
-        """What a tenant has used of its limits a minute."""
-        found = await self._redis.script(_PEEK, self._quota_keys(tenant), _head(now_us, limits))
-        return _quota(tenant, limits, found)
+    async def used(self, tenant: TenantId, limits: Limits, now_us: int = 0, asker: Asker = NO_KEY) -> Quota:
+        """What a tenant, and the key that asks, have used of their limits."""
+        arguments = (*_head(now_us, limits), asker.key_id, asker.max_parallel)
+        found = await self._redis.script(_PEEK, self._quota_keys(tenant), arguments)
+        return _quota(tenant, limits, asker, found)
 
     async def release(self, tenant: TenantId, limits: Limits, reservation_id: str, now_us: int = 0) -> None:
         """Let go of a hold whose request never ran. The request itself stays counted."""
@@ -76,8 +79,13 @@ class Accounts:
     async def held_by(self, tenant: TenantId) -> dict[RequestId, IngressId]:
         """Which ingress holds the request of each reservation that has one; ended ones may be among them."""
         holds = await self._texts(self._key(tenant, "holds"))
-        parted = {RequestId(name): hold.partition(" ")[2] for name, hold in holds.items()}
-        return {name: IngressId(ingress) for name, ingress in parted.items() if ingress}
+        parts = {RequestId(name): hold.split(" ") for name, hold in holds.items()}
+        return {name: IngressId(hold[1]) for name, hold in parts.items() if any(hold[1:2])}
+
+    async def running(self, tenant: TenantId, now_us: int = 0) -> dict[str, int]:
+        """How many requests of a tenant run, by key; under "" those of which no key is known."""
+        found = await self._redis.script(_RUNNING, self._quota_keys(tenant), (now_us,))
+        return {key_id.decode(): int(count) for key_id, count in zip(found[::2], found[1::2], strict=True)}
 
     async def settle(
         self, tenant: TenantId, limits: Limits, reservation_id: str, settle: m.Settle, now_us: int = 0
@@ -130,8 +138,8 @@ class Accounts:
         return [self._key(tenant, what) for what in ("bucket", "holds", "expiry")]
 
 
-def _quota(tenant: TenantId, limits: Limits, used: Sequence[bytes]) -> Quota:
-    requests, tokens, held = (int(part) for part in used)
+def _quota(tenant: TenantId, limits: Limits, asker: Asker, used: Sequence[bytes]) -> Quota:
+    requests, tokens, held, running, key_running = (int(part) for part in used)
     return Quota(
         tenant,
         limits.requests_per_minute,
@@ -139,6 +147,11 @@ def _quota(tenant: TenantId, limits: Limits, used: Sequence[bytes]) -> Quota:
         requests / MINUTE_US,
         tokens / MINUTE_US,
         held,
+        limits.max_parallel,
+        running,
+        asker.key_id,
+        asker.max_parallel,
+        key_running,
     )
 
 

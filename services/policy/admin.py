@@ -5,6 +5,8 @@ In that order, so that a crash in between leaves the change in force; every one 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from services.policy.records import Records
@@ -30,7 +32,7 @@ class Admin:
         self._redis = redis
         self._records = records
 
-    async def create_key(self, tenant: TenantId, key_id: str, key_hash: bytes) -> None:
+    async def create_key(self, tenant: TenantId, key_id: str, key_hash: bytes, max_parallel: int = 0) -> None:
         """A new key of the tenant, which is made if there is none. The same again changes nothing.
 
         Raises InvalidInput for an id or a hash that is none, Conflict when the name or the key is taken.
@@ -49,7 +51,7 @@ class Admin:
         def created(old: KeyRecord | None) -> KeyRecord:
             if old is not None and (old.tenant, old.id) != (tenant, key_id):
                 raise Conflict("this key is in use already", param="key_hash")
-            return old or KeyRecord(id=key_id, tenant=tenant, hash=key_hash.hex())
+            return old or KeyRecord(id=key_id, tenant=tenant, hash=key_hash.hex(), max_parallel=max_parallel)
 
         await self._records.change_key(key_hash.hex(), created)
         await self._tell(m.PolicyEvent(kind="changed", tenant=tenant))
@@ -57,15 +59,7 @@ class Admin:
 
     async def revoke_key(self, tenant: TenantId, key_id: str) -> None:
         """From now on the key opens nothing. Running requests go on; gateways forget the key at once."""
-        key = await self._records.key_by_id(tenant, key_id)
-        if key is None:
-            raise InvalidInput(f"tenant {tenant!r} has no key {key_id!r}", param="key_id")
-
-        def revoked(record: KeyRecord | None) -> KeyRecord:
-            assert record is not None
-            return msgspec.structs.replace(record, revoked=True)
-
-        await self._records.change_key(key.hash, revoked)
+        await self._change_key(tenant, key_id, revoked=True)
         await self._tell(m.PolicyEvent(kind="revoked", tenant=tenant, key_id=key_id))
         await self._audit("key_revoked", tenant, key_id)
 
@@ -75,6 +69,12 @@ class Admin:
         await self._tell(m.PolicyEvent(kind="changed", tenant=tenant, version=record.version))
         await self._audit("limits_changed", tenant, msgspec.json.encode(limits).decode())
         return record
+
+    async def limit_key(self, tenant: TenantId, key_id: str, max_parallel: int) -> None:
+        """How many requests of the key may run at once, 0 = no limit of its own; holds from its next request on."""
+        await self._change_key(tenant, key_id, max_parallel=max_parallel)
+        await self._tell(m.PolicyEvent(kind="changed", tenant=tenant))
+        await self._audit("key_limited", tenant, f"{key_id} max_parallel={max_parallel}")
 
     async def raise_generation(self, tenant: TenantId) -> ScopeGeneration:
         """End the tenant's scope: nothing cached before is ever shared again. Returns the new generation."""
@@ -87,6 +87,17 @@ class Admin:
         await self._tell(event)
         await self._audit("scope_raised", tenant, str(record.generation))
         return record.generation
+
+    async def _change_key(self, tenant: TenantId, key_id: str, **fields: Any) -> None:
+        key = await self._records.key_by_id(tenant, key_id)
+        if key is None:
+            raise InvalidInput(f"tenant {tenant!r} has no key {key_id!r}", param="key_id")
+
+        def changed(record: KeyRecord | None) -> KeyRecord:
+            assert record is not None
+            return msgspec.structs.replace(record, **fields)
+
+        await self._records.change_key(key.hash, changed)
 
     async def _tell(self, event: m.PolicyEvent) -> None:
         await self._bus.publish(subjects.POLICY_EVENTS, event)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from services.policy.accounts import Accounts
 from services.policy.admin import Admin
 from services.policy.records import Records
-from services.policy.tenants import OwnLimits, TenantRecord
+from services.policy.tenants import KeyRecord, OwnLimits, TenantRecord
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import admin_messages as am
 from shared.contracts import subjects
@@ -21,7 +24,8 @@ MAX_LIMIT = 2**53
 class AdminDesk:
     """Answers `policy.admin`, to which only the command line's NATS user may publish. `start`, then `stop`."""
 
-    def __init__(self, bus: Bus, admin: Admin, records: Records) -> None:
+    def __init__(self, bus: Bus, admin: Admin, records: Records, accounts: Accounts) -> None:
+        self._accounts = accounts
         self._bus = bus
         self._admin = admin
         self._records = records
@@ -40,11 +44,12 @@ class AdminDesk:
         """Carry it out; the tenant as it then stands. Raises InvalidInput, Conflict, Unavailable."""
         ask = delivery.message
         if isinstance(ask, am.KeyCreate):
-            await self._admin.create_key(ask.tenant, ask.key_id, ask.key_hash)
+            _check_limit("max_parallel", ask.max_parallel)
+            await self._admin.create_key(ask.tenant, ask.key_id, ask.key_hash, ask.max_parallel)
         elif isinstance(ask, am.KeyRevoke):
             await self._admin.revoke_key(ask.tenant, ask.key_id)
         elif isinstance(ask, am.LimitsChange):
-            await self._change_limits(ask)
+            await (self._change_key_limits(ask) if ask.key_id else self._change_limits(ask))
         return am.Tenants(tenants=await self._shown(ask.tenant))
 
     async def _change_limits(self, ask: am.LimitsChange) -> None:
@@ -54,9 +59,15 @@ class AdminDesk:
         for name, value in ask.limits.items():
             if name not in OwnLimits.__struct_fields__:
                 raise InvalidInput(f"{name} is not a limit: {', '.join(OwnLimits.__struct_fields__)}", param=name)
-            if value is not None and not 0 <= value <= MAX_LIMIT:
-                raise InvalidInput(f"{name} must be 0 (no limit) to {MAX_LIMIT}", param=name)
+            _check_limit(name, value)
         await self._admin.set_limits(ask.tenant, msgspec.structs.replace(record.limits, **ask.limits))
+
+    async def _change_key_limits(self, ask: am.LimitsChange) -> None:
+        for name, value in ask.limits.items():
+            if name != "max_parallel":
+                raise InvalidInput(f"{name} is a limit of tenants; a key has only max_parallel", param=name)
+            _check_limit(name, value)
+        await self._admin.limit_key(ask.tenant, ask.key_id, ask.limits.get("max_parallel") or 0)
 
     async def _shown(self, tenant: TenantId) -> tuple[am.TenantInfo, ...]:
         if tenant:
@@ -64,10 +75,20 @@ class AdminDesk:
             records = [found] if found is not None else []
         else:
             records = await self._records.tenants()
-        keys: dict[TenantId, list[am.KeyInfo]] = {}
+        keys: dict[TenantId, list[KeyRecord]] = {}
         for key in await self._records.keys():
-            keys.setdefault(key.tenant, []).append(am.KeyInfo(key.id, key.admin, key.revoked))
-        return tuple(am.TenantInfo(record.id, tuple(keys.get(record.id, ())), _own(record)) for record in records)
+            keys.setdefault(key.tenant, []).append(key)
+        return tuple([await self._info(record, keys.get(record.id, ())) for record in records])
+
+    async def _info(self, record: TenantRecord, keys: Sequence[KeyRecord]) -> am.TenantInfo:
+        running = await self._accounts.running(record.id)
+        infos = (am.KeyInfo(k.id, k.admin, k.revoked, k.max_parallel, running.get(k.id, 0)) for k in keys)
+        return am.TenantInfo(record.id, tuple(infos), _own(record), sum(running.values()))
+
+
+def _check_limit(name: str, value: int | None) -> None:
+    if value is not None and not 0 <= value <= MAX_LIMIT:
+        raise InvalidInput(f"{name} must be 0 (no limit) to {MAX_LIMIT}", param=name)
 
 
 def _own(record: TenantRecord) -> dict[str, int]:

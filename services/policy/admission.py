@@ -16,6 +16,7 @@ Ask = Admit | AdmitTenant
 CLASSES = ("interactive", "analysis", "batch")
 MAX_RESERVED_TOKENS = 100_000_000
 """A request for more is not meant; it also keeps quota arithmetic exact."""
+ALL_TAKEN = "concurrency_limit_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def check(ask: Ask, tenant: TenantRecord, limits: Limits) -> str:
     return max(tenant.klass, ask.klass or tenant.klass, key=class_rank)
 
 
-def refusal(verdict: quota.Verdict, limits: Limits) -> tuple[BatonError, bool]:
+def refusal(verdict: quota.Verdict, limits: Limits, asker: quota.Asker = quota.NO_KEY) -> tuple[BatonError, bool]:
     """The error of a quota's no, and whether it is for ever."""
     if verdict.reason == quota.TOO_LARGE:
         error = QuotaExceeded(
@@ -67,10 +68,23 @@ def refusal(verdict: quota.Verdict, limits: Limits) -> tuple[BatonError, bool]:
             code="request_too_large",
         )
         return error, True
+    if verdict.reason in (quota.PARALLEL, quota.KEY_PARALLEL):
+        return _all_taken(verdict, limits, asker), False
     limit = limits.requests_per_minute if verdict.reason == quota.REQUESTS else limits.tokens_per_minute
     what = verdict.reason.replace("_", " ")
     message = f"your limit of {limit} {what} is reached"
     return QuotaExceeded(message, param=verdict.reason, retry_after_s=verdict.retry_us / 1e6), False
+
+
+def _all_taken(verdict: quota.Verdict, limits: Limits, asker: quota.Asker) -> BatonError:
+    own = verdict.reason == quota.KEY_PARALLEL
+    whose, limit = ("this key's", asker.max_parallel) if own else ("your", limits.max_parallel)
+    return QuotaExceeded(
+        f"{whose} limit of {limit} requests at once is reached",
+        param="max_parallel",
+        retry_after_s=verdict.retry_us / 1e6,
+        code=ALL_TAKEN,
+    )
 
 
 def make_grant(ask: Ask, tenant: TenantRecord, limits: Limits, klass: str, now_s: float, terms: Terms) -> Grant:

@@ -28,11 +28,12 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class BootstrapKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An API key, by the hex SHA-256 of it."""
+    """An API key, by the hex SHA-256 of it. `max_parallel` as in `KeyRecord`."""
 
     id: str
     hash: str
     admin: bool = False
+    max_parallel: int = 0
 
 
 class BootstrapTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +80,8 @@ def _problem(tenant: BootstrapTenant) -> str:
         return f"klass {tenant.klass!r} is not one of {', '.join(CLASSES)}"
     if tenant.weight <= 0:
         return "weight is not above 0"
+    if any(key.max_parallel < 0 for key in tenant.keys):
+        return "keys.max_parallel is negative"
     limits = msgspec.structs.asdict(tenant.limits)
     negative = [name for name, value in limits.items() if value is not None and value < 0]
     return f"limits.{negative[0]} is negative" if negative else ""
@@ -119,4 +122,6 @@ def _key(old: KeyRecord | None, key: BootstrapKey, entry: BootstrapTenant) -> Ke
     if old is not None and old.tenant != entry.id:
         raise SettingsError(f"key {key.id!r} of tenant {entry.id!r} already belongs to another tenant")
     revoked = old is not None and old.revoked
-    return KeyRecord(id=key.id, tenant=entry.id, hash=key.hash, admin=key.admin, revoked=revoked)
+    return KeyRecord(
+        id=key.id, tenant=entry.id, hash=key.hash, admin=key.admin, revoked=revoked, max_parallel=key.max_parallel
+    )

@@ -1,11 +1,12 @@
-"""Which ingresses live, as policy sees it: by their beats, and by whether anybody listens for them. Pure: times are
-passed in, monotonic seconds."""
+"""Which ingresses live and what they run, as policy sees it: by their beats, and by whether anybody listens for them.
+Pure: times are passed in, monotonic seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.contracts.ids import IngressId
+from shared.contracts.ids import IngressId, RequestId
 
 QUIET_S = 1.5
 """An ingress beats once a second; one silent for longer is asked whether it is there."""
@@ -20,6 +21,8 @@ FORGET_S = 3600.0
 class _Seen:
     heard: float
     gone: float = -1.0  # when nobody first listened for it, since it was last heard; negative: not so
+    beat: float = -1.0  # when its last beat came; negative: none did
+    requests: frozenset[RequestId] = frozenset()  # that it named
 
 
 class IngressWatch:
@@ -32,8 +35,20 @@ class IngressWatch:
         self._seen: dict[IngressId, _Seen] = {}
 
     def heard(self, ingress: IngressId, now: float) -> None:
-        """A beat, or an answer."""
-        self._seen[ingress] = _Seen(now)
+        """An answer, or any other sign of life."""
+        before = self._seen.get(ingress, _Seen(now))
+        self._seen[ingress] = _Seen(now, beat=before.beat, requests=before.requests)
+
+    def beat(self, ingress: IngressId, requests: Iterable[RequestId], now: float) -> None:
+        """A beat, in which it names what it runs."""
+        self._seen[ingress] = _Seen(now, beat=now, requests=frozenset(requests))
+
+    def names(self, ingress: IngressId, request_id: RequestId, now: float) -> bool | None:
+        """Whether it names this request; None when it is too silent to tell."""
+        seen = self._seen.get(ingress)
+        if seen is None or seen.beat < 0 or now - seen.beat > self._quiet_s:
+            return None
+        return request_id in seen.requests
 
     def heard_of(self, ingress: IngressId, now: float) -> None:
         """Something names it: from now on it has its lease."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from services.policy.accounts import Accounts
+from services.policy.admission import ALL_TAKEN
+from services.policy.records import Records
 from shared.contracts.errors import QuotaExceeded
 from shared.contracts.ids import TenantId
 from shared.contracts.messages import Settle
@@ -27,7 +30,7 @@ class PolicyMetrics:
     def answered(self, code: str) -> None:
         """An answer to admit: the code of its error, or empty for a grant."""
         self._metrics.inc(names.ADMISSIONS, outcome=code or "granted")
-        if code == QuotaExceeded.default_code:
+        if code in (QuotaExceeded.default_code, ALL_TAKEN):
             self._limited_s = self._clock()
 
     def settlement(self, outcome: str) -> None:
@@ -51,3 +54,20 @@ class PolicyMetrics:
     def _read(self) -> None:
         limited = self._clock() - self._limited_s < LIMITED_S
         self._metrics.set(names.LIMITER, limited, limiter="quota")
+
+
+class RunningGauge:
+    """Requests of each tenant that hold a place, as admission counts them."""
+
+    def __init__(self, metrics: Metrics, records: Records, accounts: Accounts) -> None:
+        self._metrics = metrics
+        self._records = records
+        self._accounts = accounts
+
+    async def refresh(self) -> None:
+        """Count again, where the metric is exposed. Raises Unavailable."""
+        if not self._metrics.exposes(names.TENANT_RUNNING):
+            return
+        tenants = [tenant.id for tenant in await self._records.tenants()]
+        counts = {tenant: sum((await self._accounts.running(tenant)).values()) for tenant in tenants}
+        self._metrics.set_by_tenant(names.TENANT_RUNNING, counts)

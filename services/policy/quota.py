@@ -1,13 +1,17 @@
-"""A tenant's two limits: requests per minute and tokens per minute. Pure; `lua/` says the same inside Redis.
+"""What a tenant has of its limits: requests per minute, tokens per minute, requests at once. Pure; `lua/` says the same
+inside Redis.
 
-Each limit is a bucket that drains at its limit per minute and overflows at its limit. A request fills the request
-bucket by one. Its tokens (prompt + max_tokens) are *held* until it settles, when the true count goes into the token
+Each limit a minute is a bucket that drains at its limit per minute and overflows at its limit. A request fills the
+request bucket by one. Its tokens (prompt + max_tokens) are *held* until it settles, when the true count goes into the token
 bucket instead; so at any moment
 
     level + held <= tokens_per_minute          (checked at reserve)
 
 holds for everything admitted. A hold that expires is let go; a settlement that comes later still fills the bucket,
 past its brim if need be: that is debt, and the tenant waits until it has drained.
+
+Requests at once are the holds themselves, of the tenant and of the key that asks. There is no count beside them that
+could drift from them.
 
 Levels are integers in units of 1/60,000,000 request or token, the time is in whole microseconds: so Python and Lua
 (double precision, exact below 2**53) agree to the last bit.
@@ -30,14 +34,31 @@ OK = "ok"
 REQUESTS = "requests_per_minute"
 TOKENS = "tokens_per_minute"
 TOO_LARGE = "too_large"
+PARALLEL = "max_parallel"
+KEY_PARALLEL = "key_max_parallel"
+"""The limit of the key that asks; the one before is its tenant's."""
+PARALLEL_RETRY_US = 1_000_000
+"""Advice when all that may run at once do: nobody knows when one of them ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """The key that asks, and how many requests of it may run at once; 0 = no limit of its own."""
+
+    key_id: str = ""
+    max_parallel: int = 0
+
+
+NO_KEY = Asker()
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Tokens kept for a request that has not settled, until `expires_us`."""
+    """Tokens kept for a request that has not settled, until `expires_us`; `key_id` asked for it."""
 
     tokens: int
     expires_us: int
+    key_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +73,10 @@ class QuotaState:
     @property
     def held(self) -> int:
         return sum(hold.tokens for hold in self.holds.values())
+
+    def running(self, key_id: str) -> int:
+        """Requests of one key that have not settled."""
+        return sum(hold.key_id == key_id for hold in self.holds.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +100,38 @@ def advance(state: QuotaState, limits: Limits, now_us: int) -> QuotaState:
 
 
 def reserve(
-    state: QuotaState, limits: Limits, reservation_id: str, tokens: int, now_us: int, ttl_us: int
+    state: QuotaState,
+    limits: Limits,
+    reservation_id: str,
+    tokens: int,
+    now_us: int,
+    ttl_us: int,
+    asker: Asker = NO_KEY,
 ) -> tuple[QuotaState, Verdict]:
     """Count one request and hold its tokens, or say which limit is in the way and for how long.
 
-    A reservation that is held already is granted again, from now on, without being counted twice.
+    A reservation that is held already is granted again, from now on, without being counted twice. Where several limits
+    are in the way, the one that takes longest is told.
     """
     state = advance(state, limits, now_us)
     if (held := state.holds.get(reservation_id)) is not None:
-        again = Hold(held.tokens, state.at_us + ttl_us)
+        again = replace(held, expires_us=state.at_us + ttl_us)
         return replace(state, holds={**state.holds, reservation_id: again}), Verdict(OK)
     if limits.tokens_per_minute and tokens > limits.tokens_per_minute:
         return state, Verdict(TOO_LARGE)
     request_wait = _wait(state.request_level, 1, limits.requests_per_minute)
     token_wait = _wait(state.token_level, state.held + tokens, limits.tokens_per_minute)
-    if request_wait or token_wait:
-        reason = REQUESTS if request_wait >= token_wait else TOKENS
-        return state, Verdict(reason, max(request_wait, token_wait))
+    waits = {
+        REQUESTS: request_wait,
+        TOKENS: token_wait,
+        PARALLEL: _slot_wait(len(state.holds), limits.max_parallel),
+        KEY_PARALLEL: _slot_wait(state.running(asker.key_id), asker.max_parallel),
+    }
+    longest = max(waits, key=waits.__getitem__)  # of equal ones the first
+    if waits[longest]:
+        return state, Verdict(longest, waits[longest])
     request_level = state.request_level + MINUTE_US if limits.requests_per_minute else 0
-    hold = Hold(tokens, state.at_us + ttl_us)
+    hold = Hold(tokens, state.at_us + ttl_us, asker.key_id)
     return replace(state, request_level=request_level, holds={**state.holds, reservation_id: hold}), Verdict(OK)
 
 
@@ -110,6 +148,10 @@ def settle(state: QuotaState, limits: Limits, reservation_id: str, tokens: int, 
 
 def _drained(level: int, limit: int, elapsed_us: int) -> int:
     return max(0, level - limit * elapsed_us) if limit else 0
+
+
+def _slot_wait(running: int, limit: int) -> int:
+    return PARALLEL_RETRY_US if limit and running >= limit else 0
 
 
 def _wait(level: int, need: int, limit: int) -> int:

@@ -43,6 +43,11 @@ tracer = trace.get_tracer("baton.policy")
 QUEUE = "policy"
 MAX_AT_ONCE = 64
 """Questions decided at the same time; each holds one of the Redis client's connections."""
+SLOT_LOOKS_S = (0.02, 0.06, 0.14, 0.28)
+"""Pauses between looks for a free place among a tenant's requests at once: half a second altogether. A client that asks
+again as soon as its answer is complete is ahead of that one's settlement."""
+MAX_WAITING = 512
+"""Questions that wait for a place at the same time; others are answered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,7 @@ class PolicyService:
         self._verifier = GrantVerifier(by_id([signer.public_key]))
         self._defaults = defaults
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._waiting = 0
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -100,9 +106,10 @@ class PolicyService:
             async with self._turns:
                 tenant, key = await self._owner(delivery.message.key_hash)
                 found = identity(tenant, key, self._defaults.limits, self._defaults.max_tokens)
-                if not found.limits.requests_per_minute and not found.limits.tokens_per_minute:
+                if not found.has_rates:
                     return found
-                return msgspec.structs.replace(found, quota=await self._accounts.used(tenant.id, found.limits))
+                used = await self._accounts.used(tenant.id, found.limits, asker=_asker(key))
+                return msgspec.structs.replace(found, quota=used)
         except Unauthenticated as error:
             return m.Refusal(error=to_wire(error))
 
@@ -124,6 +131,8 @@ class PolicyService:
             try:
                 async with self._turns:
                     answer = await decide(ask, delivery, span)
+                if _wants_a_place(answer) and self._waiting < MAX_WAITING:
+                    answer = await self._with_a_place(answer, lambda: decide(ask, delivery, span))
             except Unavailable as error:
                 self._metrics.answered(error.code)
                 span.set_attributes({attr.STATUS: error.code, attr.REASON: error.param or "unavailable"})
@@ -131,6 +140,22 @@ class PolicyService:
             except BatonError as error:
                 answer = _refused(span, error)
         self._metrics.answered("" if isinstance(answer, m.Granted) else from_wire(answer.error).code)
+        return answer
+
+    async def _with_a_place(
+        self, answer: m.Granted | m.Refusal, decide: Callable[[], Awaitable[m.Granted | m.Refusal]]
+    ) -> m.Granted | m.Refusal:
+        """The first answer that is not for want of a place, or the last one."""
+        self._waiting += 1
+        try:
+            for pause_s in SLOT_LOOKS_S:
+                await asyncio.sleep(pause_s)
+                async with self._turns:
+                    answer = await decide()
+                if not _wants_a_place(answer):
+                    break
+        finally:
+            self._waiting -= 1
         return answer
 
     async def on_settle(self, delivery: Delivery) -> None:
@@ -181,17 +206,17 @@ class PolicyService:
 
     async def _decide(self, ask: m.Admit, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:
         _in_time(delivery)
-        tenant, _ = await self._owner(ask.key_hash)
+        tenant, key = await self._owner(ask.key_hash)
         limits = effective_limits(tenant.limits, self._defaults.limits)
         span.set_attribute(attr.TENANT, tenant.id)
         klass = admission.check(ask, tenant, limits)
         terms, tokens, reservation = self._defaults.terms, admission.reserved_tokens(ask), str(ask.request_id)
         ttl_us = int((terms.budget_s[klass] + terms.margin_s) * 1e6)
         verdict, now_s, used = await self._accounts.reserve(
-            tenant.id, limits, reservation, tokens, ttl_us, ingress=ask.ingress_id
+            tenant.id, limits, reservation, tokens, ttl_us, ingress=ask.ingress_id, asker=_asker(key)
         )
         if verdict.reason != quota.OK:
-            error, never = admission.refusal(verdict, limits)
+            error, never = admission.refusal(verdict, limits, _asker(key))
             return msgspec.structs.replace(_refused(span, error, never), quota=used)
         try:
             _in_time(delivery)
@@ -232,6 +257,14 @@ class PolicyService:
 def _in_time(delivery: Delivery) -> None:
     if delivery.remaining_s() <= 0:
         raise Unavailable(f"{delivery.subject}: budget spent", param=delivery.subject)
+
+
+def _asker(key: KeyRecord) -> quota.Asker:
+    return quota.Asker(key.id, key.max_parallel)
+
+
+def _wants_a_place(answer: m.Granted | m.Refusal) -> bool:
+    return isinstance(answer, m.Refusal) and from_wire(answer.error).code == admission.ALL_TAKEN
 
 
 def _held(grant: Grant) -> int:

@@ -21,6 +21,7 @@ def policy_defaults(settings: Settings) -> Defaults:
             requests_per_minute=section.requests_per_minute,
             tokens_per_minute=section.tokens_per_minute,
             batch_enqueued_tokens=settings.batch.enqueued_tokens,
+            max_parallel=section.max_parallel,
         ),
         max_tokens=section.default_max_tokens,
         terms=Terms(budget_s),

@@ -22,6 +22,7 @@ class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     max_context_tokens: int | None = None
     max_output_tokens: int | None = None
     batch_enqueued_tokens: int | None = None
+    max_parallel: int | None = None
 
 
 class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,13 +44,17 @@ class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One API key. `hash` is the hex SHA-256 of the key; the key itself is nowhere."""
+    """One API key. `hash` is the hex SHA-256 of the key; the key itself is nowhere.
+
+    `max_parallel`: requests of this key at once, besides the limit of its tenant; 0 = no limit of its own.
+    """
 
     id: str
     tenant: TenantId
     hash: str
     admin: bool = False
     revoked: bool = False
+    max_parallel: int = 0
 
 
 def effective_limits(own: OwnLimits, defaults: Limits) -> Limits:
@@ -90,4 +95,5 @@ def identity(tenant: TenantRecord, key: KeyRecord, defaults: Limits, default_max
         limits=effective_limits(tenant.limits, defaults),
         version=tenant.version,
         models=tenant.models,
+        key_max_parallel=key.max_parallel,
     )

@@ -14,6 +14,7 @@ class KeyCreate(Message, frozen=True, kw_only=True):
     tenant: TenantId
     key_id: str
     key_hash: bytes  # SHA-256 of the key, which never leaves who made it
+    max_parallel: int = 0  # requests of it at once; 0 = no limit of its own
 
 
 class KeyRevoke(Message, frozen=True, kw_only=True):
@@ -24,10 +25,14 @@ class KeyRevoke(Message, frozen=True, kw_only=True):
 
 
 class LimitsChange(Message, frozen=True, kw_only=True):
-    """command line → policy: change some limits of a tenant. None = the installation's default, 0 = no limit."""
+    """command line → policy: change some limits of a tenant. None = the installation's default, 0 = no limit.
+
+    With `key_id` those of one of its keys, which may have one: `max_parallel`; None = no limit of its own.
+    """
 
     tenant: TenantId
     limits: dict[str, int | None]  # fields of `Limits`
+    key_id: str = ""
 
 
 class TenantsQuery(Message, frozen=True, kw_only=True):
@@ -37,19 +42,22 @@ class TenantsQuery(Message, frozen=True, kw_only=True):
 
 
 class KeyInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An API key, as shown: its name, never the key."""
+    """An API key, as shown: its name, never the key. `running`: its requests now."""
 
     id: str
     admin: bool = False
     revoked: bool = False
+    max_parallel: int = 0
+    running: int = 0
 
 
 class TenantInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tenant as policy keeps it. `limits`: those of its own."""
+    """A tenant as policy keeps it. `limits`: those of its own. `running`: its requests now, of all keys."""
 
     id: TenantId
     keys: tuple[KeyInfo, ...] = ()
     limits: dict[str, int] = msgspec.field(default_factory=dict)
+    running: int = 0
 
 
 class Tenants(Message, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     max_context_tokens: int = 0
     max_output_tokens: int = 0
     batch_enqueued_tokens: int = 0  # prompt tokens of batch items that have not ended
+    max_parallel: int = 0  # requests that run at once, waiting ones included, batch items not
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True):

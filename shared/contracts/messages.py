@@ -67,7 +67,15 @@ class Identity(Message, frozen=True, kw_only=True):
     limits: Limits = Limits()
     version: int = 0
     models: tuple[str, ...] = ()  # it may use; empty = every one
-    quota: Quota | None = None  # of a tenant with limits a minute
+    quota: Quota | None = None  # of a tenant or key with limits that `has_rates` finds
+    key_max_parallel: int = 0  # requests of this key at once; 0 = no limit of its own
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether there is a limit of which answers tell how much is left."""
+        limits = self.limits
+        own = (limits.requests_per_minute, limits.tokens_per_minute, limits.max_parallel, self.key_max_parallel)
+        return any(own)
 
 
 class Admit(Message, frozen=True, kw_only=True):

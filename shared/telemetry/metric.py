@@ -51,6 +51,7 @@ REFUSALS = (
     "idempotency_key_reused",
     "stream_not_found",
     "rate_limit_exceeded",
+    "concurrency_limit_exceeded",
     "too_many_keys",
     "request_timeout",
     "client_gone",

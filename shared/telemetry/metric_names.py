@@ -498,6 +498,14 @@ TENANT_TOKENS = Metric(
     ("policy",),
     {"tenant": (), "kind": ("prompt", "cached", "completion")},
 )
+TENANT_RUNNING = Metric(
+    "baton_tenant_requests_running",
+    "gauge",
+    "Requests of a tenant that hold one of its places at once, waiting ones included, of all gateways together; every"
+    " policy process tells the same. At most a second old. Only with `[metrics] tenant_labels`.",
+    ("policy",),
+    {"tenant": ()},
+)
 
 # ---------------------------------------------------------------------------------------- prefix cache index
 

@@ -16,7 +16,7 @@ import itertools
 import logging
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -117,6 +117,19 @@ class Metrics:
         child = self._child(metric, labels)
         if isinstance(child, Gauge):
             child.set(value)
+
+    def exposes(self, metric: Metric) -> bool:
+        """Whether this process has the metric: those that tell tenants apart only if it is to."""
+        return self._families[metric.name] is not None
+
+    def set_by_tenant(self, metric: Metric, values: Mapping[str, float], /) -> None:
+        """Set a gauge of every tenant there is; those that are not told apart are one, with their sum."""
+        sums: dict[str, float] = {}
+        for tenant, value in values.items():
+            told = self._allowed(metric, "tenant", tenant)
+            sums[told] = sums.get(told, 0.0) + value
+        for tenant, total in sums.items():
+            self.set(metric, total, tenant=tenant)
 
     def only(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Set a gauge to one series, dropping those it had: for facts told by labels."""

@@ -45,6 +45,8 @@ CODE_WORDS = {
     "requests_per_minute": "the tenant's requests a minute are used up",
     "tokens_per_minute": "the tenant's tokens a minute are used up",
     "rate_limit_exceeded": "the tenant's limit is used up",
+    "concurrency_limit_exceeded": "as many requests of the tenant or its key run as may at once",
+    "max_parallel": "as many requests of the tenant or its key run as may at once",
     "request_too_large": "the request is larger than is allowed",
     "context_length_exceeded": "prompt and output do not fit the model's context",
     "model_not_found": "the model is not served, or not open to this tenant",

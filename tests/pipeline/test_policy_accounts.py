@@ -12,12 +12,12 @@ import pytest
 
 from services.policy import ledger, quota
 from services.policy.accounts import Accounts
-from services.policy.quota import QuotaState
+from services.policy.quota import Asker, QuotaState
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Unavailable
 from shared.contracts.grants import Limits, SignedGrant
-from shared.contracts.ids import Dispatch, Epoch, RequestId, TenantId, WorkerId
+from shared.contracts.ids import Dispatch, Epoch, IngressId, RequestId, TenantId, WorkerId
 from shared.contracts.parts import ComputeRow, Totals
 from shared.store.redis_store import connect_redis
 from tests.servers import RedisServer
@@ -66,24 +66,31 @@ class Model:
 async def test_redis_agrees_with_the_pure_model(accounts: Accounts, seed: int) -> None:
     """Random requests, settlements, limits and times: every answer and every stored number is the same."""
     rng = random.Random(seed)
-    model, now_us = Model(), 1_700_000_000 * SECOND
-    limits = Limits(rng.choice([0, 7, 61]), rng.choice([1, 100, 997]))
+    model, now_us, reasons = Model(), 1_700_000_000 * SECOND, set[str]()
+    limits = Limits(rng.choice([0, 7, 61]), rng.choice([1, 100, 997]), max_parallel=rng.choice([0, 3, 8]))
     for step in range(400):
         now_us += rng.choice([0, 1, rng.randrange(3 * SECOND), rng.randrange(200 * SECOND)])
         asked_us = now_us - rng.choice([0, 0, 0, 5 * SECOND])  # a clock that jumps back
         if rng.random() < 0.02:
-            limits = Limits(rng.choice([0, 7, 61]), rng.choice([0, 100, 997]))
+            limits = Limits(rng.choice([0, 7, 61]), rng.choice([0, 100, 997]), max_parallel=rng.choice([0, 3, 8]))
         name = f"r{rng.randrange(step // 4 + 1)}"
         if rng.random() < 0.6:
-            tokens = rng.randrange(1, 120)
-            model.state, expected = quota.reserve(model.state, limits, name, tokens, asked_us, TTL)
-            verdict, at_s, used = await accounts.reserve(DEMO, limits, name, tokens, TTL, asked_us)
+            tokens, asker = rng.randrange(1, 120), Asker(rng.choice(["k", "l"]), rng.choice([0, 1, 4]))
+            ingress = IngressId(rng.choice(["", "gateway-a"]))
+            model.state, expected = quota.reserve(model.state, limits, name, tokens, asked_us, TTL, asker)
+            verdict, at_s, used = await accounts.reserve(DEMO, limits, name, tokens, TTL, asked_us, ingress, asker)
+            reasons.add(verdict.reason)
             assert (step, verdict) == (step, expected)
             assert at_s == model.state.at_us / 1e6
             state, unit = model.state, quota.MINUTE_US
             levels = (state.request_level / unit, state.token_level / unit, state.held)
             assert (used.requests, used.tokens, used.held) == levels
-            assert await accounts.used(DEMO, limits, asked_us) == used
+            running = (len(state.holds), state.running(asker.key_id) if asker.max_parallel else 0)
+            assert (used.running, used.key_running) == running
+            assert (used.max_parallel, used.key_max_parallel) == (limits.max_parallel, asker.max_parallel)
+            assert await accounts.used(DEMO, limits, asked_us, asker) == used
+            counted = await accounts.running(DEMO, model.state.at_us)
+            assert counted == {key: count for key in ("k", "l") if (count := state.running(key))}
         else:
             epoch = rng.randrange(1, 4)
             row = compute_row(name, epoch, rng.randrange(1, 3), rng.choice(["d1", "p1"]), rng.randrange(9))
@@ -97,6 +104,7 @@ async def test_redis_agrees_with_the_pure_model(accounts: Accounts, seed: int) -
             "at": str(state.at_us),
             "held": str(state.held),
         }
+    assert reasons & {quota.PARALLEL, quota.KEY_PARALLEL}
     usage = await accounts.usage(DEMO)
     assert int(usage["requests"]) == len(model.rows)
     assert int(usage["prompt_tokens"]) == sum(row.prompt_tokens for row in model.rows.values())
@@ -121,6 +129,46 @@ async def test_a_hundred_at_once_never_pass_the_request_limit(accounts: Accounts
     # At 5 a minute one more fits every 12 s, longer than a hundred calls take.
     assert sum(verdict.reason == quota.OK for verdict in verdicts) == 5
     assert all(verdict.retry_us > 0 for verdict in verdicts if verdict.reason != quota.OK)
+
+
+@pytest.mark.parametrize(
+    ("limits", "asker", "reason"),
+    [
+        (Limits(max_parallel=4), quota.NO_KEY, quota.PARALLEL),
+        (Limits(), Asker("k", 4), quota.KEY_PARALLEL),
+        (Limits(max_parallel=4), Asker("k", 5), quota.PARALLEL),
+        (Limits(max_parallel=9), Asker("k", 4), quota.KEY_PARALLEL),
+    ],
+)
+async def test_never_more_at_once_than_the_limit_however_requests_end(
+    accounts: Accounts, limits: Limits, asker: Asker, reason: str
+) -> None:
+    async def admitted(turn: int) -> list[str]:
+        names = [f"{turn}-{number}" for number in range(60)]
+        asks = [accounts.reserve(DEMO, limits, name, 1, TTL, asker=asker) for name in names]
+        verdicts = [verdict for verdict, _, _ in await asyncio.gather(*asks)]
+        assert {verdict.reason for verdict in verdicts} == {quota.OK, reason}
+        return [name for name, verdict in zip(names, verdicts, strict=True) if verdict.reason == quota.OK]
+
+    for turn in range(3):
+        first, second, third, fourth = await admitted(turn)
+        await accounts.release(DEMO, limits, first)
+        await asyncio.gather(*(accounts.settle(DEMO, limits, second, settlement(second, 1, 9)) for _ in range(3)))
+        await accounts.settle(DEMO, limits, third, settlement(third, 0, 0))  # of a lost ingress, then of itself
+        await accounts.settle(DEMO, limits, third, settlement(third, 1, 9))
+        later_us = int(await accounts.now_s() * SECOND) + turn
+        await accounts.reserve(DEMO, limits, fourth, 1, TTL, later_us, asker=asker)  # again: one place still
+        await accounts.settle(DEMO, limits, fourth, settlement(fourth, 1, 9))
+        assert await accounts.running(DEMO) == {}
+
+
+async def test_a_place_of_a_request_that_nobody_settles_is_free_when_its_time_is_over(accounts: Accounts) -> None:
+    limits, asker = Limits(max_parallel=1), Asker("k", 1)
+    await accounts.reserve(DEMO, limits, "a", 1, TTL, SECOND, asker=asker)
+    verdict, _, used = await accounts.reserve(DEMO, limits, "b", 1, TTL, TTL, asker=asker)
+    assert (verdict.reason, used.running, used.key_running) == (quota.PARALLEL, 1, 1)
+    verdict, _, used = await accounts.reserve(DEMO, limits, "b", 1, TTL, TTL + SECOND, asker=asker)
+    assert (verdict.reason, used.running, used.key_running) == (quota.OK, 1, 1)
 
 
 async def test_tenants_do_not_share_a_quota(accounts: Accounts) -> None:

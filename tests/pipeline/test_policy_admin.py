@@ -6,10 +6,13 @@ import hashlib
 import secrets
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
+from services.policy.accounts import Accounts
 from services.policy.admin import Admin
 from services.policy.admin_desk import AdminDesk
+from services.policy.quota import Asker
 from services.policy.records import Records
 from services.policy.tenants import OwnLimits
 from shared.bus.bus import Delivery
@@ -19,6 +22,7 @@ from shared.contracts import admin_messages as am
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import Conflict, InvalidInput
+from shared.contracts.grants import Limits
 from shared.contracts.ids import TenantId
 from shared.store.redis_store import connect_redis
 from tests.servers import RedisServer
@@ -38,8 +42,9 @@ def new_key(key: str, tenant: TenantId = ACME, name: str = "first") -> am.KeyCre
 class Policy:
     """The desk, and what others hear of it."""
 
-    def __init__(self, records: Records, bus: MemoryBus) -> None:
+    def __init__(self, records: Records, accounts: Accounts, bus: MemoryBus) -> None:
         self.records = records
+        self.accounts = accounts
         self.bus = bus
         self.events: list[m.PolicyEvent] = []
         self.audit: list[str] = []
@@ -54,15 +59,16 @@ async def policy(redis_server: RedisServer) -> AsyncIterator[Policy]:
     broker = MemoryBroker()
     bus = MemoryBus(broker, "policy")
     async with connect_redis(redis_server.url) as redis:
-        records = Records(redis, f"test-{secrets.token_hex(4)}")
-        found = Policy(records, MemoryBus(broker, "admin"))
+        prefix = f"test-{secrets.token_hex(4)}"
+        records = Records(redis, prefix)
+        found = Policy(records, Accounts(redis, prefix), MemoryBus(broker, "admin"))
 
         async def on_audit(delivery: Delivery) -> None:
             found.audit.append(delivery.message.action)
 
         await bus.consume(AUDIT_STREAM, subjects.audit("policy"), m.AuditRecord, on_audit, durable="test")
         await found.bus.subscribe(subjects.POLICY_EVENTS, m.PolicyEvent, lambda d: found.events.append(d.message))
-        desk = AdminDesk(bus, Admin(bus, redis, records), records)
+        desk = AdminDesk(bus, Admin(bus, redis, records), records, found.accounts)
         await desk.start()
         yield found
         await desk.stop()
@@ -103,7 +109,11 @@ async def test_names_and_keys_have_one_owner(policy: Policy) -> None:
         (am.KeyCreate(tenant=TenantId("a.b"), key_id="x", key_hash=bytes(32)), "tenant"),
         (am.KeyCreate(tenant=ACME, key_id="a/b", key_hash=bytes(32)), "key_id"),
         (am.KeyCreate(tenant=ACME, key_id="x", key_hash=bytes(31)), "key_hash"),
+        (am.KeyCreate(tenant=ACME, key_id="x", key_hash=bytes(32), max_parallel=-1), "max_parallel"),
         (am.KeyRevoke(tenant=ACME, key_id="none"), "key_id"),
+        (am.LimitsChange(tenant=ACME, key_id="none", limits={"max_parallel": 1}), "key_id"),
+        (am.LimitsChange(tenant=ACME, key_id="first", limits={"max_parallel": -1}), "max_parallel"),
+        (am.LimitsChange(tenant=ACME, key_id="first", limits={"tokens_per_minute": 1}), "tokens_per_minute"),
         (am.LimitsChange(tenant=TenantId("nobody"), limits={}), "tenant"),
         (am.LimitsChange(tenant=ACME, limits={"colour": 1}), "colour"),
         (am.LimitsChange(tenant=ACME, limits={"tokens_per_minute": -1}), "tokens_per_minute"),
@@ -126,6 +136,28 @@ async def test_limits_change_one_by_one(policy: Policy) -> None:
     record = await policy.records.tenant(ACME)
     assert record is not None
     assert record.limits == OwnLimits(requests_per_minute=0)
+
+
+async def test_a_key_has_a_limit_of_requests_at_once_from_the_beginning_or_later(policy: Policy) -> None:
+    (made,) = await policy.ask(msgspec.structs.replace(new_key("k1"), max_parallel=3))
+    assert made.keys == (am.KeyInfo("first", max_parallel=3),)
+    (changed,) = await policy.ask(am.LimitsChange(tenant=ACME, key_id="first", limits={"max_parallel": 5}))
+    assert (changed.keys[0].max_parallel, changed.limits) == (5, {})
+    (changed,) = await policy.ask(am.LimitsChange(tenant=ACME, key_id="first", limits={"max_parallel": None}))
+    assert changed.keys[0].max_parallel == 0
+    assert policy.audit[-1] == "key_limited"
+    assert policy.events[-1].kind == "changed"
+
+
+async def test_what_runs_is_shown_by_key(policy: Policy) -> None:
+    await policy.ask(new_key("k1"))
+    await policy.ask(new_key("k2", name="second"))
+    for number, key_id in enumerate(("first", "first", "second", "")):
+        await policy.accounts.reserve(ACME, Limits(), f"r{number}", 1, 10**9, asker=Asker(key_id))
+    await policy.accounts.reserve(ACME, Limits(), "over", 1, 0, asker=Asker("first"))
+    (found,) = await policy.ask(am.TenantsQuery(tenant=ACME))
+    assert found.running == 4
+    assert [(key.id, key.running) for key in found.keys] == [("first", 2), ("second", 1)]
 
 
 async def test_all_tenants_are_listed_with_their_keys(policy: Policy) -> None:

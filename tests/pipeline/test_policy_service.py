@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.policy import service as policy_service
 from services.policy.accounts import Accounts
 from services.policy.admin import Admin
-from services.policy.admission import Terms
+from services.policy.admission import ALL_TAKEN, Terms
 from services.policy.bootstrap import apply_bootstrap, read_bootstrap
 from services.policy.records import Records
 from services.policy.service import Defaults, PolicyService
@@ -234,6 +234,68 @@ async def test_a_hundred_concurrent_admits_never_exceed_the_limit(world: World) 
 
 async def _held(world: World, tokens: int) -> bool:
     return (await world.accounts.quota(DEMO))["held"] == str(tokens)
+
+
+async def test_requests_at_once_are_refused_by_name_and_a_place_that_is_freed_is_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=0, max_parallel=2))
+    first = await world.admitted("r1")
+    await world.admitted("r2")
+    refused = await world.ask("r3")
+    error = error_of(refused)
+    assert (error.status, error.code, error.param, error.retry_after_s) == (429, ALL_TAKEN, "max_parallel", 1.0)
+    assert "your limit of 2 requests at once" in error.message
+    assert isinstance(refused, m.Refusal)
+    assert refused.quota is not None
+    assert (refused.quota.max_parallel, refused.quota.running, refused.never) == (2, 2, False)
+    await world.admitted("r4", OTHER_HASH)
+    await world.admitted_tenant("r5")  # batch work takes no place, and needs none
+    # one that asks a moment before the place is free gets it, without asking twice
+    monkeypatch.setattr(policy_service, "SLOT_LOOKS_S", (0.02,) * 200)
+    asking = asyncio.create_task(world.ask("r3"))
+    await until(lambda: world.service._waiting == 1)
+    await world.settle("r1", first.grant, 5)
+    assert isinstance(await asking, m.Granted)
+    assert world.service._waiting == 0
+    assert await world.accounts.running(DEMO) == {"demo-key": 2}
+
+
+async def test_who_waits_for_a_place_keeps_nobody_else_waiting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_service, "SLOT_LOOKS_S", (0.05,) * 80)
+    await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=0, max_parallel=1))
+    await world.admitted("first")
+    asking = [asyncio.create_task(world.ask(f"r{number}")) for number in range(2 * policy_service.MAX_AT_ONCE)]
+    await until(lambda: world.service._waiting == len(asking))
+    for number in range(5):
+        await world.admitted(f"other-{number}", OTHER_HASH)
+    assert await world.accounts.running(DEMO) == {"demo-key": 1}
+    await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=0, tokens_per_minute=0))  # it holds at once
+    answers = await asyncio.gather(*asking)
+    assert all(isinstance(answer, m.Granted) for answer in answers)
+
+
+async def test_no_more_than_so_many_wait_for_a_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_service, "MAX_WAITING", 0)
+    monkeypatch.setattr(policy_service, "SLOT_LOOKS_S", (3600.0,))
+    await world.admin.set_limits(DEMO, OwnLimits(max_parallel=1))
+    await world.admitted("first")
+    assert error_of(await world.ask("second")).code == ALL_TAKEN
+
+
+async def test_the_limit_of_a_key_is_its_own(world: World) -> None:
+    second_hash = hashlib.sha256(b"second").digest()
+    await world.admin.create_key(DEMO, "second", second_hash, max_parallel=1)
+    await world.admitted("r1", second_hash)
+    error = error_of(await world.ask("r2", second_hash))
+    assert "this key's limit of 1 requests at once" in error.message
+    found = await world.authenticate(second_hash)
+    assert isinstance(found, m.Identity)
+    assert found.quota is not None
+    assert (found.key_max_parallel, found.quota.key_id, found.quota.key_running) == (1, "second", 1)
+    await world.admitted("r3")  # the tenant's other key has none
+    await world.admin.limit_key(DEMO, "second", 2)
+    await world.admitted("r2", second_hash)
 
 
 async def test_a_settlement_is_booked_once_and_a_higher_epoch_replaces_it(world: World) -> None:

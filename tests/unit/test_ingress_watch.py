@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.policy.ingress_watch import FORGET_S, GONE_S, LEASE_S, QUIET_S, IngressWatch
-from shared.contracts.ids import IngressId
+from shared.contracts.ids import IngressId, RequestId
 
 A, B = IngressId("gateway-a"), IngressId("gateway-b")
 
@@ -46,3 +46,17 @@ def test_one_only_heard_of_has_its_lease_from_then_on() -> None:
     watch.heard_of(B, 1005.0)
     assert watch.lost(B, 1000.0 + LEASE_S + 0.1)
     assert watch.all_lost(1000.0 + FORGET_S + 1.0) == set()
+
+
+def test_what_an_ingress_runs_is_known_while_it_beats() -> None:
+    watch, one, other = IngressWatch(), RequestId("one"), RequestId("other")
+    assert watch.names(A, one, 0.0) is None
+    watch.heard(A, 0.0)
+    assert watch.names(A, one, 0.0) is None
+    watch.beat(A, [one], 1.0)
+    watch.heard(A, 2.0)
+    assert (watch.names(A, one, 2.0), watch.names(A, other, 2.0)) == (True, False)
+    assert watch.names(A, one, 1.1 + QUIET_S) is None
+    assert not watch.lost(A, 2.0 + QUIET_S)
+    watch.beat(A, [other], 4.0)
+    assert (watch.names(A, one, 4.0), watch.names(A, other, 4.0)) == (False, True)

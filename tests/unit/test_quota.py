@@ -7,7 +7,7 @@ import pytest
 
 from services.policy import quota
 from services.policy.ledger import LedgerRow, apply
-from services.policy.quota import QuotaState, Verdict, reserve, settle
+from services.policy.quota import Asker, QuotaState, Verdict, reserve, settle
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.grants import Limits, SignedGrant
@@ -99,6 +99,42 @@ def test_an_expired_hold_is_let_go_and_its_settlement_becomes_debt() -> None:
     state = settle(state, limits, "a", 60, TTL)
     state, verdict = reserve(state, limits, "c", 1, TTL, TTL)
     assert verdict == Verdict(quota.TOKENS, 61 * SECOND)
+
+
+def test_as_many_at_once_as_the_limit_says_and_a_place_is_free_when_one_settles() -> None:
+    limits, state = Limits(max_parallel=2), QuotaState()
+    for name in "ab":
+        state, yes = admitted(state, limits, name, 1, 0)
+        assert yes
+    state, verdict = reserve(state, limits, "c", 1, 0, TTL)
+    assert verdict == Verdict(quota.PARALLEL, SECOND)
+    state = settle(state, limits, "a", 1, 0)
+    state = settle(state, limits, "a", 0, 0)  # again: no second place
+    state, yes = admitted(state, limits, "c", 1, 0)
+    assert yes
+    assert not admitted(state, limits, "d", 1, 0)[1]
+
+
+def test_a_key_has_a_limit_of_its_own_which_other_keys_do_not_use_up() -> None:
+    one, other = Asker("one", 1), Asker("other", 1)
+    state, verdict = reserve(QuotaState(), Limits(), "a", 1, 0, TTL, one)
+    state, verdict = reserve(state, Limits(), "b", 1, 0, TTL, one)
+    assert verdict == Verdict(quota.KEY_PARALLEL, SECOND)
+    state, verdict = reserve(state, Limits(), "c", 1, 0, TTL, other)
+    assert verdict == Verdict(quota.OK)
+    # a request that another key takes over stays the first one's
+    state, verdict = reserve(state, Limits(), "a", 1, 0, TTL, other)
+    assert verdict == Verdict(quota.OK)
+    assert (state.running("one"), state.running("other")) == (1, 1)
+
+
+def test_of_several_limits_the_one_that_takes_longest_is_told() -> None:
+    limits = Limits(requests_per_minute=1, tokens_per_minute=10, max_parallel=1)
+    state, _ = admitted(QuotaState(), limits, "a", 10, 0)
+    assert reserve(state, limits, "b", 1, 0, TTL)[1] == Verdict(quota.REQUESTS, 60 * SECOND)
+    assert reserve(state, limits, "b", 1, 59 * SECOND + 1, TTL)[1] == Verdict(quota.TOKENS, quota.HELD_RETRY_US)
+    wide = Limits(requests_per_minute=1, max_parallel=1)
+    assert reserve(state, wide, "b", 1, 59 * SECOND + 1, TTL)[1] == Verdict(quota.PARALLEL, SECOND)
 
 
 def test_time_never_runs_backwards() -> None:

@@ -155,5 +155,5 @@ def test_a_bootstrap_file_others_can_read_is_refused(tmp_path: Path) -> None:
 def test_every_setting_of_policy_is_in_force() -> None:
     values: dict[str, Any] = {name: 77 for name in PolicySettings.model_fields if name != "tenants"}
     made = policy_defaults(Settings(policy=PolicySettings(**values)))
-    assert (made.limits, made.max_tokens) == (Limits(77, 77), 77)
+    assert (made.limits, made.max_tokens) == (Limits(77, 77, max_parallel=77), 77)
     assert made.terms.budget_s == dict.fromkeys(admission.CLASSES, 77.0)

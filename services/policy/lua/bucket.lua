@@ -1,6 +1,7 @@
 -- Head of reserve.lua, release.lua and settle.lua: one tenant's quota, as in quota.py.
 -- KEYS[1] bucket: hash of requests, tokens (levels), at (microseconds), held (sum of holds)
--- KEYS[2] holds: hash of reservation id -> 'tokens ingress', the latter being who holds the request, if that is known
+-- KEYS[2] holds: hash of reservation id -> 'tokens ingress key': who holds the request and which key asked for it, each
+--         empty if that is not known; what is empty at the end is left out
 -- KEYS[3] expiry: sorted set of reservation id by expiry
 local MINUTE_US = 60000000
 local MAX_LEVEL = 9000000000000000
@@ -8,6 +9,23 @@ local HELD_RETRY_US = 5000000
 
 local function tokens_of(hold)
   return tonumber(string.match(hold, '^%d+'))
+end
+
+local function key_of(hold)
+  return string.match(hold, '^%d+ [^ ]* (.*)$') or ''
+end
+
+-- How many requests of a key run. Read from the holds: a count kept beside them could drift.
+local function running_of(key)
+  local count = 0
+  if key ~= '' then
+    for _, hold in ipairs(redis.call('HVALS', KEYS[2])) do
+      if key_of(hold) == key then
+        count = count + 1
+      end
+    end
+  end
+  return count
 end
 
 local function whole(number)
@@ -55,6 +73,12 @@ local function release(state, id)
     redis.call('HDEL', KEYS[2], id)
     redis.call('ZREM', KEYS[3], id)
   end
+end
+
+-- {requests, tokens, held, running of the tenant, running of the key, 0 if that has no limit}, as answers tell it
+local function told(state, key, key_limit)
+  return {whole(state.requests), whole(state.tokens), whole(state.held), whole(redis.call('HLEN', KEYS[2])),
+    whole(key_limit > 0 and running_of(key) or 0)}
 end
 
 local function save(state)
