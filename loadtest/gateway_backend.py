@@ -157,7 +157,8 @@ class Backend:
             held=tuple(held),
             listing=listing,
         )
-        await self._bus.publish(subjects.stream(ingress), frame)
+        if not self._bus.publish_now(subjects.stream(ingress), frame):
+            await self._bus.publish(subjects.stream(ingress), frame)
 
     async def _beats(self) -> None:
         worker = m.WorkerBeat(

@@ -14,10 +14,10 @@ import time
 from typing import Any
 
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan
 
 from shared.lifecycle.plain_text import json_text, lines, one_line
 from shared.telemetry import attributes as a
+from shared.telemetry.spans import OwnSpan
 
 _HEAD = re.compile(r"^(?=[0-9\[{])", re.MULTILINE)
 """How the lines of logs begin, ours and the servers'."""
@@ -73,7 +73,7 @@ def trace_ids(record: logging.LogRecord) -> dict[str, str]:
     if not context.is_valid:
         return {}
     ids = {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
-    if isinstance(span, ReadableSpan) and isinstance(request := (span.attributes or {}).get(a.REQUEST_ID), str):
+    if isinstance(span, OwnSpan) and isinstance(request := span.attributes.get(a.REQUEST_ID), str):
         ids["request_id"] = request
     return ids
 

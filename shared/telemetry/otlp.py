@@ -11,13 +11,13 @@ import threading
 from collections import deque
 from urllib.parse import urlsplit
 
-from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.trace import Event, ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import Link, Status
 
 from shared.telemetry.span_record import MAX_EVENTS, redact, safe_name
+from shared.telemetry.spans import OwnSpan
 
 log = logging.getLogger("baton.telemetry")
 
@@ -36,7 +36,7 @@ def traces_url(endpoint: str) -> str:
     return endpoint if urlsplit(endpoint).path.endswith(TRACES_PATH) else endpoint.rstrip("/") + TRACES_PATH
 
 
-class OtlpExport(SpanProcessor):
+class OtlpExport:
     """Keeps finished spans and sends them in batches from a thread. Safe from any thread; end it with `stop`.
 
     Args:
@@ -52,7 +52,7 @@ class OtlpExport(SpanProcessor):
         logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
         self._exporter = OTLPSpanExporter(url, timeout=EXPORT_S)
         self._capacity = capacity
-        self._waiting: deque[ReadableSpan] = deque()
+        self._waiting: deque[OwnSpan] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -60,10 +60,8 @@ class OtlpExport(SpanProcessor):
         self._thread = threading.Thread(target=self._run, name="otlp-export", daemon=True)
         self._thread.start()
 
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        return None
-
-    def on_end(self, span: ReadableSpan) -> None:
+    def on_end(self, span: OwnSpan) -> None:
+        """Keep a span that has ended until it is sent."""
         with self._lock:
             if len(self._waiting) >= self._capacity:
                 self._waiting.popleft()
@@ -72,12 +70,6 @@ class OtlpExport(SpanProcessor):
             many = len(self._waiting) >= MAX_BATCH_SPANS
         if many:
             self._wake.set()
-
-    def shutdown(self) -> None:
-        return None
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return True
 
     def stop(self, timeout_s: float = STOP_S) -> None:
         """Send what waits, if the collector takes it, and end the thread. Blocks for `timeout_s` at most."""
@@ -95,11 +87,11 @@ class OtlpExport(SpanProcessor):
             while (batch := self._take()) and self._export(batch):
                 pass
 
-    def _take(self) -> list[ReadableSpan]:
+    def _take(self) -> list[OwnSpan]:
         with self._lock:
             return [self._waiting.popleft() for _ in range(min(MAX_BATCH_SPANS, len(self._waiting)))]
 
-    def _export(self, batch: list[ReadableSpan]) -> bool:
+    def _export(self, batch: list[OwnSpan]) -> bool:
         sent = False
         try:
             sent = self._exporter.export([redacted(span) for span in batch]) is SpanExportResult.SUCCESS
@@ -120,7 +112,7 @@ class OtlpExport(SpanProcessor):
         return sent
 
 
-def redacted(span: ReadableSpan) -> ReadableSpan:
+def redacted(span: OwnSpan) -> ReadableSpan:
     """The same span with names and attributes of the allow-list only; see `span_record`."""
     links = [Link(link.context) for link in span.links]
     events = [Event(safe_name(event.name), {}, event.timestamp) for event in span.events[:MAX_EVENTS]]
@@ -129,7 +121,7 @@ def redacted(span: ReadableSpan) -> ReadableSpan:
         context=span.get_span_context(),
         parent=span.parent,
         resource=span.resource,
-        attributes=redact(span.attributes or {}),
+        attributes=redact(span.attributes),
         events=events,
         links=links,
         kind=span.kind,

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from shared.contracts.parts import SpanRecord
 from shared.telemetry.attributes import ALLOWED
+from shared.telemetry.spans import OwnSpan
 
 MAX_VALUE_CHARS = 120
 MAX_EVENTS = 32
@@ -32,14 +32,12 @@ def redact(attributes: Mapping[str, Any]) -> dict[str, Value]:
     return kept
 
 
-def to_record(span: ReadableSpan, service: str) -> SpanRecord | None:
-    """The record of a finished span; None for one without context or times.
+def to_record(span: OwnSpan, service: str) -> SpanRecord:
+    """The record of a finished span.
 
     Events keep name and time only: an exception's event holds its message, which may quote a prompt.
     """
     context = span.get_span_context()
-    if context is None or span.start_time is None or span.end_time is None:
-        return None
     code = span.status.status_code
     return SpanRecord(
         trace_id=f"{context.trace_id:032x}",
@@ -48,9 +46,9 @@ def to_record(span: ReadableSpan, service: str) -> SpanRecord | None:
         name=safe_name(span.name),
         service=service,
         start_ns=span.start_time,
-        end_ns=span.end_time,
+        end_ns=span.end_time or span.start_time,
         status="" if code is StatusCode.UNSET else code.name.lower(),
-        attributes=redact(span.attributes or {}),
+        attributes=redact(span.attributes),
         events=tuple((safe_name(event.name), event.timestamp) for event in span.events[:MAX_EVENTS]),
         links=tuple(f"{link.context.trace_id:032x}" for link in span.links),
     )
