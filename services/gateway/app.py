@@ -248,6 +248,7 @@ def build_app(door: Door) -> ASGIApp:
     ConsoleFiles().add_to(app)
     Description(door.service).add_to(app)
     app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(ClientDisconnect, _on_departure)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
     front = MessagesFront(Front(app, door.service))
@@ -262,6 +263,11 @@ def _parse_responses(body: bytes) -> tuple[GenerationRequest, Dialect]:
 
 async def _on_baton_error(request: Request, exc: Exception) -> Response:
     return error_response(as_baton_error(exc), _echo(request))
+
+
+async def _on_departure(request: Request, exc: Exception) -> Response:
+    # nobody reads it; unhandled it would be an error in the log for whoever breaks off a body
+    return error_response(Cancelled("the client left", code="client_gone"), _echo(request))
 
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:

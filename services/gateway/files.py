@@ -58,6 +58,8 @@ class Files:
         except ClientDisconnect:
             return Response(status_code=Cancelled.status)
         except BatonError as error:
+            if getattr(request.state, "whole", False):
+                return error_response(error)
             return error_response(error, {"connection": "close"}, sending=True)
 
     async def _create(self, request: Request) -> Response:
@@ -165,7 +167,7 @@ class Files:
         return found
 
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        pieces = request.stream().__aiter__()
+        pieces, declared = request.stream().__aiter__(), request.headers.get("content-length", "")
         pause_s = self._service.config.body_timeout_s
         size, waited_s = 0, 0.0  # time that we took ourselves is not the client's
         while True:
@@ -176,9 +178,11 @@ class Files:
             except TimeoutError as exc:
                 raise InvalidInput(f"too little came, or nothing for {pause_s:g} s", code="request_timeout") from exc
             if piece is None:
+                request.state.whole = True
                 return
             waited_s += time.monotonic() - began
             size += len(piece)
+            request.state.whole = declared == str(size)  # nothing is to come behind a refusal
             yield piece
 
     async def _identity(self, request: Request) -> Identity:

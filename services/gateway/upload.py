@@ -143,6 +143,8 @@ class Upload:
             if self._files > 1:
                 raise InvalidInput("one file at a time", param="file")
             self.filename = options.get(b"filename", b"").decode("utf-8", "replace") or "upload"
+        elif not name:
+            raise InvalidInput("a part of the form has no name", code="invalid_form")
         elif name not in FIELDS:
             raise InvalidInput(f"{name[:100]}: unknown parameter", param=name[:100], code="unknown_parameter")
         elif name in self._fields:

@@ -142,5 +142,5 @@ def validated(model: type[Model], fields: dict[str, Any], where: tuple[Any, ...]
 
 def param_name(path: tuple[Any, ...]) -> str:
     """A field's path such as `messages.0.role`, cut and made safe to encode: unknown names come from strangers."""
-    name = ".".join(map(str, path))[:MAX_PARAM_CHARS]
+    name = ".".join(str(part) or '""' for part in path)[:MAX_PARAM_CHARS]
     return name.encode("utf-8", "replace").decode()

@@ -1,120 +1,277 @@
-"""Bodies of all kinds: whatever comes, the answer is documented, and never a fault of ours."""
+"""Bodies, headers and splits of all kinds, on every route that takes a body: every answer is one that is documented.
+
+Each run has a seed of its own, which it prints. A case is made of the seed and its number alone, so
+`BATON_FUZZ_SEED=S BATON_FUZZ_CASE=N` sends that one again.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import logging
+import os
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from functools import cache
 from typing import Any
 
-import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
-from tests.pipeline.gateway_support import HEADERS, MODEL
-from tests.pipeline.gateway_thread import scripted_gateway
+from services.gateway.openapi import PATH
+from tests import openai_oracle
+from tests.pipeline.fuzz_cases import FORM, GOOD, Case, make_case, with_model
+from tests.pipeline.fuzz_client import Answer, RawClient
+from tests.pipeline.gateway_support import HEADERS, completion, default_output, gateway_stack, http_stack
+from tests.pipeline.keyed_support import World, until
+from tests.pipeline.test_keyed_batches import batches
+from tests.servers import RedisServer
 
-REFUSALS = {400, 404, 413, 422, 429}
-FIELDS = (
-    *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p"),
-    *("n", "best_of", "stream", "stream_options", "stop", "stop_token_ids", "seed", "logprobs", "top_logprobs", "echo"),
-    *("logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "user"),
-    *("metadata", "service_tier", "suffix", "tools", "tool_choice", "parallel_tool_calls", "response_format", "store"),
-    *("include_stop_str_in_output", "reasoning_effort", "modalities", "functions", "unheard_of"),
+CLIENTS = 8
+CANARY_EVERY = 250
+MAX_FAULTS = 10
+SHORT_S, LONG_S = 40.0, 600.0
+NAMELESS = {"invalid_json", "invalid_form", "context_length_exceeded", "invalid_idempotency_key"}
+"""Codes of a 400 that is about the whole body."""
+REFUSED = {"/v1/embeddings": 400, "/v1/batches": 404, "/v1/batches/batch_none/cancel": 404}
+"""Routes whose good requests name what is not there."""
+
+
+OUTPUTS = (
+    default_output(""),
+    '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call> and more',
+    "<think>hm</think>so",
+    '{"a": 1}',
 )
-NUMBERS = st.one_of(
-    st.integers(-3, 40),
-    st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30, 0.0, -0.0, 0.5, 1.5, 1e308, float("nan"), float("inf")]),
-)
-TEXTS = st.one_of(st.text(max_size=8), st.sampled_from(["", "\x00", "\ud800", "🫠", "json", "auto", "none", "x" * 300]))
-NAMES = ("type", "content", "role", "text", "function", "name", "parameters", "schema", "json_schema")
-VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.dictionaries(st.one_of(TEXTS, st.sampled_from(NAMES)), inner, max_size=4),
-    ),
-    max_leaves=8,
-)
-MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "system", "assistant", "tool", "developer", "other"]), "content": VALUES},
-    optional={"name": VALUES, "tool_calls": VALUES, "tool_call_id": VALUES},
-)
-PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
-    "messages": st.lists(MESSAGE, max_size=3),
-    "max_tokens": st.integers(1, 8),
-    "temperature": st.floats(0, 2),
-    "n": st.integers(1, 3),
-    "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
-    "stop": st.one_of(TEXTS, st.lists(TEXTS, max_size=5)),
-    "logprobs": st.one_of(st.booleans(), st.integers(0, 6)),
-    "echo": st.booleans(),
-    "seed": st.integers(-(2**63), 2**63),
-}
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with scripted_gateway() as url, httpx.Client(base_url=url, headers=HEADERS, timeout=60) as found:
-        yield found
+def said(prompt: str) -> str:
+    """One of several outputs; of the canary's prompt the first."""
+    return OUTPUTS[0 if prompt == "hi" else len(prompt) % len(OUTPUTS)]
 
 
-def body_of(data: st.DataObject, chat: bool) -> bytes:
-    """A body that would be served, with some fields changed, added or taken away, or its bytes damaged."""
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": 4}
-    body |= {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
-    for name in data.draw(st.lists(st.sampled_from(FIELDS), max_size=4)):
-        body[name] = data.draw(st.one_of(PLAUSIBLE.get(name, VALUES), VALUES))
-    for name in data.draw(st.lists(st.sampled_from(FIELDS[:3]), max_size=1)):
-        body.pop(name, None)
-    raw = bytearray(json.dumps(body).encode())
-    if data.draw(st.integers(0, 4)) == 0:
-        at = data.draw(st.integers(0, len(raw)))
-        raw[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
-    return bytes(raw)
+@pytest.fixture
+async def world(redis_server: RedisServer) -> AsyncIterator[World]:
+    async with batches(redis_server, linger_s=1.0, context=4096, text=said) as (made, _):
+        yield made
 
 
-def check(client: httpx.Client, data: st.DataObject) -> None:
-    chat = data.draw(st.booleans())
-    path, raw = f"/v1/{'chat/' if chat else ''}completions", body_of(data, chat)
-    response = client.post(path, content=raw, headers={"content-type": "application/json"})
-    assert response.status_code == 200 or response.status_code in REFUSALS, (raw, response.text)
-    if response.status_code != 200:
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["message"]
+class Judge:
+    """What an answer may be, by the API's own description and by OpenAI's."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
+        self.seen: Counter[tuple[str, int]] = Counter()
+        self._validator = cache(self._make_validator)
+
+    def check(self, case: Case, answer: Answer) -> None:
+        self.seen[case.path, answer.status] += 1
+        if answer.status == 0:
+            assert case.short, "no answer"
+            return
+        assert answer.whole
+        path = next(path for path in (case.path, "/v1/batches/{batch_id}/cancel") if path in self._document["paths"])
+        told = self._document["paths"][path]["post"]["responses"]
+        assert str(answer.status) in told, answer
+        assert answer.status < 500 or (answer.status == 503 and "retry-after" in answer.headers), answer
+        assert answer.kind in told[str(answer.status)]["content"], answer
+        content = told[str(answer.status)]["content"][answer.kind]
+        openai_oracle.check(case.path, answer.status, answer.kind, answer.body)
+        if answer.kind == "text/event-stream":
+            self._check_stream(case, answer.body, content)
+        else:
+            value = json.loads(answer.body, parse_constant=_no_constant)
+            self._hold(value, content.get("schema", {}))
+            if answer.status in (400, 404):
+                _check_names_a_field(case, value)
+
+    def _check_stream(self, case: Case, body: bytes, content: Mapping[str, Any]) -> None:
+        assert body.endswith(b"\n\n")
+        events = [
+            line.removeprefix("data: ")
+            for frame in body.decode().removesuffix("\n\n").split("\n\n")
+            for line in frame.splitlines()
+            if line.startswith("data: ")
+        ]
+        values = [json.loads(event, parse_constant=_no_constant) for event in events if event != "[DONE]"]
+        for value in values:
+            self._hold(value, content.get("x-event-schema", {}))
+        if not any(name == b"last-event-id" for name, _ in case.headers):
+            _check_end(case.path, events, values)
+
+    def _hold(self, value: Any, schema: Mapping[str, Any]) -> None:
+        faults = [
+            f"{error.json_path}: {error.message[:300]}"
+            for error in self._validator(json.dumps(schema)).iter_errors(value)
+        ]
+        assert not faults, faults
+
+    def _make_validator(self, schema: str) -> Draft202012Validator:
+        return Draft202012Validator({"components": self._document["components"], **json.loads(schema)})
+
+
+def _check_names_a_field(case: Case, value: Any) -> None:
+    error = value["error"]
+    if case.path.startswith("/v1/messages"):  # which has no place for it but the message
         return
-    if not response.headers["content-type"].startswith("text/event-stream"):
-        whole = response.json()
-        assert [choice["index"] for choice in whole["choices"]] == list(range(len(whole["choices"])))
-        assert all(choice["finish_reason"] in ("stop", "length", "tool_calls") for choice in whole["choices"])
-        return
-    check_frames(response.content, raw)
+    assert error["param"] or error["code"] in NAMELESS, error
 
 
-def check_frames(content: bytes, raw: bytes) -> None:
-    frames = content.decode().removesuffix("\n\n").split("\n\n")
-    events = [frame.removeprefix("data: ") for frame in frames if not frame.startswith(":")]
-    assert events.pop() == "[DONE]", raw
-    ended: set[int] = set()
-    for event in map(json.loads, events):
-        for choice in event["choices"]:
-            assert choice["index"] not in ended, raw
-            if choice["finish_reason"]:
-                ended.add(choice["index"])
-    assert ended == set(range(len(ended)))
+def _check_end(path: str, events: list[str], values: list[Any]) -> None:
+    """It ends as streams do, and nothing comes behind the end of a choice."""
+    if path == "/v1/responses":
+        assert values[-1]["type"] in ("response.completed", "response.incomplete")
+        assert [value["sequence_number"] for value in values] == list(range(len(values)))
+    elif path == "/v1/messages":
+        assert values[-1] == {"type": "message_stop"}
+    else:
+        assert events[-1] == "[DONE]"
+        assert len(values) == len(events) - 1
+        ended: set[int] = set()
+        for choice in (choice for value in values for choice in value["choices"]):
+            assert choice["index"] not in ended
+            ended |= {choice["index"]} if choice["finish_reason"] else set()
+        assert ended == set(range(len(ended)))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_no_body_is_a_fault_of_ours(client: httpx.Client, data: st.DataObject) -> None:
-    check(client, data)
+def _no_constant(literal: str) -> Any:
+    raise AssertionError(f"{literal} is not JSON")
+
+
+async def judge_of(world: World) -> Judge:
+    return Judge((await world.gateways[0].client.get(PATH, headers=HEADERS)).json())
+
+
+async def canary(world: World) -> None:
+    """A plain request, which must be served exactly."""
+    answer = await world.gateways[0].client.post("/v1/completions", json=completion(max_tokens=9), headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    assert default_output("hi").startswith(answer.json()["choices"][0]["text"])
+
+
+async def idle(world: World) -> None:
+    """Nothing runs, and the gauge says so."""
+    gateway = world.gateways[0]
+    await until(lambda: not gateway.service.ingress.sessions)
+    runs = world.backend.running.values()
+    await until(lambda: all(run.acked or run.cancelled or run.cut is not None for run in runs))
+
+
+class Run:
+    """Cases by number until the time is over."""
+
+    def __init__(self, world: World, judge: Judge, seed: int, seconds: float, only: int | None) -> None:
+        self._world, self._judge, self._seed = world, judge, seed
+        self._until = time.monotonic() + seconds
+        self._only = only
+        self.sent = 0
+        self.faults: list[str] = []
+
+    async def client(self) -> None:
+        client = RawClient(self._world.gateways[0].url)
+        try:
+            while self._goes_on():
+                number, self.sent = self.sent if self._only is None else self._only, self.sent + 1
+                await self._one(client, number)
+                if self.sent % CANARY_EVERY == 0:
+                    await canary(self._world)
+        finally:
+            client.close()
+
+    def _goes_on(self) -> bool:
+        over = self.sent > 0 if self._only is not None else time.monotonic() > self._until
+        return not over and len(self.faults) < MAX_FAULTS
+
+    async def _one(self, client: RawClient, number: int) -> None:
+        case = make_case(random.Random(f"{self._seed}/{number}"))
+        try:
+            self._judge.check(case, await client.send(case))
+        except Exception as exc:
+            client.close()
+            where = f"BATON_FUZZ_SEED={self._seed} BATON_FUZZ_CASE={number} (on a used connection: {client.used})"
+            self.faults.append(f"{where}\n{exc!r:.1500}\n{case!r:.3000}")
+
+
+async def fuzz(world: World, seconds: float, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    seed = int(os.environ.get("BATON_FUZZ_SEED") or secrets.randbits(32))
+    only = os.environ.get("BATON_FUZZ_CASE")
+    print(f"BATON_FUZZ_SEED={seed}")
+    judge = await judge_of(world)
+    run = Run(world, judge, seed, seconds, int(only) if only else None)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CLIENTS):
+            group.create_task(run.client())
+    assert not run.faults, "\n\n".join(run.faults)
+    await idle(world)
+    await canary(world)
+    assert [record.getMessage() for record in caplog.records] == []
+    print(f"{run.sent} requests: {dict(judge.seen)}")
+    if only is None:
+        served = {path for path, status in judge.seen if status == 200}
+        assert served >= {*GOOD, FORM} - {*REFUSED}
+
+
+async def test_no_request_is_a_fault_of_ours(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    await fuzz(world, SHORT_S, caplog)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_no_body_is_a_fault_of_ours_at_length(client: httpx.Client, data: st.DataObject) -> None:
-    check(client, data)
+async def test_no_request_is_a_fault_of_ours_at_length(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    await fuzz(world, LONG_S, caplog)
+
+
+# ---------------------------------------------------------------------------------------------- what it found
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/detokenize"])
+async def test_a_field_without_a_name_is_named(path: str) -> None:
+    async with gateway_stack() as stack:
+        refused = await stack.client.post(path, json={**with_model(path, GOOD[path][0]), "": 1}, headers=HEADERS)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, '""')
+
+
+async def test_a_part_of_a_form_without_a_name_is_told() -> None:
+    async with gateway_stack() as stack:
+        headers = HEADERS | {"content-type": "multipart/form-data; boundary=b"}
+        refused = await stack.client.post("/v1/files", content=b"--b\r\na: b\r\n\r\nx\r\n--b--", headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_form")
+    assert "has no name" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [*GOOD, FORM])
+async def test_who_leaves_in_the_middle_of_a_body_is_no_error(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    body = json.dumps(with_model(path, GOOD.get(path, [{}])[0])).encode()
+    async with http_stack() as (stack, url):
+        client = RawClient(url)
+        answer = await client.send(Case(path, body, [(b"authorization", b"Bearer key-a")], short=2))
+        assert answer.status in (0, 400, 404)  # a route that needs no body may have answered
+        assert (await stack.client.get("/health")).status_code == 200
+    assert not caplog.records
+
+
+async def test_a_form_that_is_here_is_refused_without_waiting_for_more(world: World) -> None:
+    refused = Case(
+        FORM, b"x", [(b"authorization", b"Bearer key-a"), (b"content-type", b"multipart/form-data; boundary=b")]
+    )
+    client = RawClient(world.gateways[0].url)
+    for used in (False, True):
+        answer = await client.send(refused)
+        assert (answer.status, answer.kept, client.used) == (400, True, used)
+    client.close()
+
+
+async def test_what_is_broken_was_good(world: World) -> None:
+    judge, client = await judge_of(world), RawClient(world.gateways[0].url)
+    for path, bodies in GOOD.items():
+        for body in bodies:
+            case = Case(path, json.dumps(with_model(path, body)).encode(), [(b"authorization", b"Bearer key-a")])
+            answer = await client.send(case)
+            judge.check(case, answer)
+            assert answer.status == REFUSED.get(path, 200), answer
+    client.close()

@@ -37,8 +37,9 @@ class Runner:
 
 
 @asynccontextmanager
-async def batches(server: RedisServer) -> AsyncIterator[tuple[World, BatchStore]]:
-    async with batch_store(server) as (store, redis, _), keyed_world(redis) as world:
+async def batches(server: RedisServer, **options: Any) -> AsyncIterator[tuple[World, BatchStore]]:
+    """`options`: of the world."""
+    async with batch_store(server) as (store, redis, _), keyed_world(redis, **options) as world:
         bus, config = MemoryBus(world.backend.broker, "batch"), RunnerConfig()
         files, jobs = FileDesk(store, config), JobDesk(store, Runner(), config)  # type: ignore[arg-type]
         await bus.serve(subjects.BATCH_FILES, b.FileRequest, files.answer)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import secrets
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from services.gateway.chunks import ChunkWriter
@@ -38,6 +42,8 @@ PIECES = st.one_of(
     st.binary(max_size=3),
     st.sampled_from([b"a", b"b", b"ab", b"\xf0\x9f", b"\x98", b"\x80", b"\xf0\x9f\x98\x80", b"\xe2\x80", b"", b"\n"]),
 )
+EXAMPLES = 100
+SHORT_S, LONG_S = 8.0, 120.0
 STOPS = st.lists(st.text(alphabet="ab\n😀é", min_size=1, max_size=3), max_size=2)
 
 
@@ -221,25 +227,31 @@ def log_of(run_number: int, body: bytes) -> EventLog:
     return log
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_frames_hold_the_text_whatever_the_split(data: st.DataObject) -> None:
-    check_stream(data)
+def examine(check: Callable[[st.DataObject], None], seconds: float) -> None:
+    """`check` over random data until the time is over. Its seed is printed: `BATON_FUZZ_SEED=S` does the same again."""
+    first = int(os.environ.get("BATON_FUZZ_SEED") or secrets.randbits(32))
+    deadline = time.monotonic() + seconds
+    for number in count(first):
+        print(f"BATON_FUZZ_SEED={number}")
+        chosen = settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        seed(number)(chosen(given(st.data())(check)))()
+        if time.monotonic() > deadline or "BATON_FUZZ_SEED" in os.environ:
+            return
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_a_client_can_go_on_from_any_event_in_this_run_or_another(data: st.DataObject) -> None:
-    check_resume(data)
+def test_frames_hold_the_text_whatever_the_split() -> None:
+    examine(check_stream, SHORT_S)
+
+
+def test_a_client_can_go_on_from_any_event_in_this_run_or_another() -> None:
+    examine(check_resume, SHORT_S)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@settings(max_examples=3000, deadline=None)
-@given(st.data())
-def test_frames_and_places_at_length(data: st.DataObject) -> None:
-    check_stream(data)
-    check_resume(data)
+@pytest.mark.parametrize("check", [check_stream, check_resume])
+def test_frames_and_places_at_length(check: Callable[[st.DataObject], None]) -> None:
+    examine(check, LONG_S)
 
 
 # ---------------------------------------------------------------------------------------------- logs
