@@ -22,6 +22,8 @@ from shared.store.secrets import read_secret_text, write_private
 
 LOOPBACK = "127.0.0.1"
 PROBE_TIMEOUT_S = 0.2
+NATS_CORES = "GOMAXPROCS"
+"""What Go calls it; one that is set is kept."""
 
 
 def free_port() -> int:
@@ -40,6 +42,15 @@ def nats_binary() -> Path:
     if found := shutil.which("nats-server"):
         return Path(found)
     raise SettingsError("nats-server is not installed; set NATS_URL to use a running one", param="NATS_URL")
+
+
+def nats_cores(cores: int) -> int:
+    """Cores that nats-server may use of so many. Pure.
+
+    Go wakes further threads for each message that comes while it has cores left, to look for work that there is not.
+    One core carries some 500,000 messages a second.
+    """
+    return max(1, cores // 4)
 
 
 def valkey_binary() -> Path:
@@ -61,10 +72,11 @@ def valkey_binary() -> Path:
 def nats_spec(state: StateFolder, credentials: Credentials, env: Mapping[str, str], port: int = 0) -> ChildSpec:
     """nats-server on `port` (0: a free one), which it reports as `url`; keeps its streams in the state folder."""
     command = (str(nats_binary()), "-c", str(credentials.nats_config), "-a", LOOPBACK, "-p", str(port or -1))
+    cores = env.get(NATS_CORES) or str(nats_cores(len(os.sched_getaffinity(0))))
     return ChildSpec(
         name="nats",
         command=(*command, "-sd", str(state.nats), "--ports_file_dir", str(state.run)),
-        env=_plain(env),
+        env=_plain(env) | {NATS_CORES: cores},
         folder=state.path,
         log=state.log("nats"),
         ready=_nats_ready(state.run),

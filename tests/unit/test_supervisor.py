@@ -17,7 +17,7 @@ import pytest
 from services.cli.child import ChildFailed, ChildSpec, describe_exit, tail
 from services.cli.cores import pool_bytes_per_worker, threads_per_worker
 from services.cli.credentials import ensure_credentials
-from services.cli.servers import nats_spec, on_port, redis_spec
+from services.cli.servers import NATS_CORES, nats_cores, nats_spec, on_port, redis_spec
 from services.cli.state import StackRecord, StateFolder, running_stack
 from services.cli.supervisor import Supervisor, restart_pause_s
 from services.cli.topology import StackPlan, instance_names, ready_file, service_spec, stop_limit_s, stop_order
@@ -170,6 +170,14 @@ asyncio.run(main())
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(pid)
+
+
+def test_nats_gets_a_part_of_the_cores_or_what_it_is_told(tmp_path: Path) -> None:
+    assert [nats_cores(cores) for cores in (1, 2, 4, 16, 64)] == [1, 1, 1, 4, 16]
+    state = StateFolder(tmp_path / "state")
+    credentials = ensure_credentials(state.secrets)
+    assert nats_spec(state, credentials, {NATS_CORES: "3"}).env[NATS_CORES] == "3"
+    assert int(nats_spec(state, credentials, {}).env[NATS_CORES]) == nats_cores(len(os.sched_getaffinity(0)))
 
 
 async def test_the_bundled_servers_start_guarded_and_come_back_on_their_ports(tmp_path: Path) -> None:
