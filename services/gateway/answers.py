@@ -22,7 +22,8 @@ SSE_HEADERS = {
     "x-accel-buffering": "no",
 }
 
-
+BODY_SEND = "baton.body_send"
+"""In a scope: the `send` that a body's pieces may go to once its head is sent, past layers that only read heads."""
 LINGER_S = 2.0
 
 
@@ -103,6 +104,7 @@ class SessionResponse(Response):
             return
         headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**SSE_HEADERS, **self._extra}.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        send = scope.get(BODY_SEND, send)
         writer = self._dialect.writer(session)
         body = writer.begin()
         while True:

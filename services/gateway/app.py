@@ -232,11 +232,14 @@ def build_app(door: Door) -> ASGIApp:
     app = FastAPI(
         title="Baton", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, telemetry=NO_TELEMETRY
     )
-    # plain routes: what FastAPI does for a handler's parameters costs every request, and these take the request alone
-    app.add_route("/v1/chat/completions", door.chat, methods=["POST"])
-    app.add_route("/v1/completions", door.completions, methods=["POST"])
-    app.add_route("/v1/responses", door.responses, methods=["POST"])
-    app.add_route(MESSAGES_PATH, door.messages, methods=["POST"])
+    direct = {
+        "/v1/chat/completions": door.chat,
+        "/v1/completions": door.completions,
+        "/v1/responses": door.responses,
+        MESSAGES_PATH: door.messages,
+    }
+    for path, handler in direct.items():  # the router still tells what other methods get
+        app.add_route(path, handler, methods=["POST"])
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/health", door.health, methods=["GET"])
@@ -251,7 +254,7 @@ def build_app(door: Door) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_departure)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_exception)
-    front = MessagesFront(Front(app, door.service))
+    front = MessagesFront(Front(app, door.service, direct))
     origins = door.service.config.edge.origins
     return with_cors(front, origins) if origins else front
 

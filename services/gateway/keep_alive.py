@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.answers import SSE_HEADERS
+from services.gateway.answers import BODY_SEND, SSE_HEADERS
 from shared.ingress.request_plan import RequestPlan
 
 COMMENT = b": keep-alive\n\n"
@@ -40,7 +40,8 @@ class KeptAlive(Response):
         self._extra = dict(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = _Stream(send, {**SSE_HEADERS, **self._extra})
+        stream = _Stream(send, scope.get(BODY_SEND, send), {**SSE_HEADERS, **self._extra})
+        scope[BODY_SEND] = stream.send
         talking = asyncio.create_task(stream.keep_alive(self._period_s))
         try:
             await self._answer(scope, receive, stream.send)
@@ -49,11 +50,13 @@ class KeptAlive(Response):
 
 
 class _Stream:
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(self, send: Send, send_body: Send, headers: Mapping[str, str]) -> None:
         self._send = send
+        self._send_body = send_body
         self._headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
         self._said = time.monotonic()
         self._begun = False  # by a comment or by the answer
+        self._plain = False  # the answer's head went out as it was, and nothing of its body is to be changed
         self._head: Message | None = None  # the answer's, which came behind a comment
         self._body = b""
         self._busy = False
@@ -71,7 +74,11 @@ class _Stream:
     async def send(self, message: Message) -> None:
         self._busy = True
         try:
-            await self._forward(message)
+            if self._plain and message["type"] == "http.response.body":
+                self._over = not message.get("more_body", False)
+                await self._send_body(message)
+            else:
+                await self._forward(message)
         finally:
             self._said = time.monotonic()
             self._busy = False
@@ -86,15 +93,13 @@ class _Stream:
     async def _forward(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if self._head is None:
-                self._begun = True
+                self._begun = self._plain = True
                 await self._send(message)
             else:
                 self._head = message
+                self._plain = message["status"] == 200
             return
         self._over = not message.get("more_body", False)
-        if self._head is None or self._head["status"] == 200:
-            await self._send(message)
-            return
         self._body += message.get("body", b"")  # an error: its last frame
         if self._over:
             frame = DATA + self._body + FRAME_END

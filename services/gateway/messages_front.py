@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.answers import BODY_SEND
 from services.gateway.front import REQUEST_ID
 from services.gateway.keep_alive import COMMENT
 from shared.ingress.messages_body import error_as_message
@@ -30,6 +31,7 @@ class MessagesFront:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["path"] == PATH or scope["path"].startswith(PATH + "/")):
             send = _Answer(send).send
+            scope[BODY_SEND] = send
         await self._app(scope, receive, send)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.answers import BODY_SEND
 from services.gateway.connection import KEEP_ALIVE_S, Connection
 from services.gateway.edge import NO_EDGE, Edge
 from shared.contracts.errors import SettingsError
@@ -119,6 +120,8 @@ class Listener:
         """`app`, whose answers close their connections once it hands over."""
 
         async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[BODY_SEND] = send
+
             def sending(message: Message) -> Awaitable[None]:
                 if self._leaving and message["type"] == "http.response.start":
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}

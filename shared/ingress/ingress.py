@@ -189,6 +189,11 @@ class Ingress:
         session.start()
         if self.draining:  # since; it holds a reservation now, and ends like any other
             session.fail(self.shutting_down())
+        try:
+            await asyncio.sleep(0)  # it goes to the scheduler now, and not behind what its answer needs
+        except asyncio.CancelledError:
+            session.cancel("client_gone")
+            raise
         return session
 
     async def _admit(
