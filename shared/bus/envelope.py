@@ -109,8 +109,7 @@ async def answer(
     """
     token = otel_context.attach(delivery.context)
     try:
-        reply = await handler(delivery)
-        return outgoing(delivery.subject, reply, None, limit)
+        return payload_of(delivery.subject, await handler(delivery), limit), None  # who asked has the trace
     except BatonError as error:
         return error_answer(error, raw)
     except Exception:

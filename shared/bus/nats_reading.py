@@ -42,20 +42,26 @@ class DirectReader(asyncio.Protocol):
         self._inner = inner
         self._take = take
         self._buffer = bytearray()
-        self._command = b""  # what waits for nats-py; nothing behind it is looked at meanwhile
+        self._command = b""  # what is nats-py's; nothing behind it is looked at until it is done with
+        self._given = False
         self._fault: Exception | None = None
         self._ended = False
         self._news = asyncio.Event()
 
     async def command(self) -> bytes:
-        """The next command that is not handed over here. Raises EOFError, OSError, Malformed: nothing more comes."""
-        self._command = b""
-        self._cut()
+        """The next command that is not handed over here; asked for when the one before is done with.
+
+        Raises EOFError, OSError, Malformed: nothing more comes.
+        """
+        if self._given:
+            self._command, self._given = b"", False
+            self._cut()
         while not self._command:
             if self._fault is not None:
                 raise self._fault
             self._news.clear()
             await self._news.wait()
+        self._given = True
         return self._command
 
     def ended(self, exc: Exception | None) -> None:
@@ -117,31 +123,29 @@ class DirectReader(asyncio.Protocol):
 
     def _one(self, start: int, end: int) -> int:
         """The command whose line is here: where the next one begins; `start` while its payload is not whole."""
-        line = bytes(self._buffer[start:end])
-        words = line.split()
-        kind = words[0].upper() if words else b""
+        words = bytes(self._buffer[start:end]).split()
+        kind = words[0] if words else b""
         if kind not in (b"MSG", b"HMSG"):
             self._hand_on(start, end + 2)
             return end + 2
-        with_headers = kind == b"HMSG"
-        sizes = 2 if with_headers else 1
+        sizes = 1 if kind == b"MSG" else 2
+        extra = len(words) - 3 - sizes  # 1 with a reply subject
         try:
-            subject, sid, *reply = words[1:-sizes]
-            total = int(words[-1])
-            split = int(words[-2]) if with_headers else 0
-            number = int(sid)
-        except ValueError as exc:
+            number, total = int(words[2]), int(words[-1])
+            split = int(words[-2]) if sizes == 2 else 0
+        except (ValueError, IndexError) as exc:
             raise Malformed("a message's line does not parse") from exc
-        body = end + 2
-        if len(reply) > 1 or not 0 <= split <= total:
+        if extra not in (0, 1) or not 0 <= split <= total:
             raise Malformed("a message's line does not parse")
-        if len(self._buffer) < body + total + 2:
+        body = end + 2
+        whole = body + total + 2
+        if len(self._buffer) < whole:
             return start
         middle = body + split
-        headers, payload = bytes(self._buffer[body:middle]), bytes(self._buffer[middle : body + total])
-        if not self._take(number, subject, reply[0] if reply else b"", headers, payload):
-            self._hand_on(start, body + total + 2)
-        return body + total + 2
+        headers, payload = bytes(self._buffer[body:middle]), bytes(self._buffer[middle : whole - 2])
+        if not self._take(number, words[1], words[3] if extra else b"", headers, payload):
+            self._hand_on(start, whole)
+        return whole
 
     def _hand_on(self, start: int, end: int) -> None:
         self._command = bytes(self._buffer[start:end])

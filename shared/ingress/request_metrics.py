@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from shared.contracts.errors import BatonError
 from shared.contracts.ids import Epoch
 from shared.telemetry import metric_names as names
+from shared.telemetry.metric import Metric
 from shared.telemetry.metrics import Metrics
 from shared.text.stream_effects import End
 
@@ -37,8 +38,8 @@ class RequestMetrics:
 
     def admitted(self, choices: int, max_tokens: int) -> None:
         """Policy let it in."""
-        self._metrics.observe(names.PARAMS_N, choices, model_name=self._model)
-        self._metrics.observe(names.PARAMS_MAX_TOKENS, max_tokens, model_name=self._model)
+        self._enter(names.PARAMS_N, choices)
+        self._enter(names.PARAMS_MAX_TOKENS, max_tokens)
 
     def submitted(self, epoch: Epoch) -> None:
         """It goes to the scheduler; with a higher epoch than before when an attempt was lost."""
@@ -63,7 +64,7 @@ class RequestMetrics:
         first = self._first is None
         if first:
             self._first = now
-            self._metrics.observe(names.TTFT, now - self._arrived, model_name=self._model)
+            self._enter(names.TTFT, now - self._arrived)
         gap = 0.0 if first else (now - self._last) / count
         for _ in range(count - first):
             self._itl.add(gap)
@@ -86,11 +87,14 @@ class RequestMetrics:
 
     def settled(self, now: float) -> None:
         """Its settlement is stored."""
-        self._metrics.observe(names.SETTLEMENT_LAG, now - self._ended)
+        self._metrics.recorder(names.SETTLEMENT_LAG).add(now - self._ended)
 
     def unsettled(self) -> None:
         """Its settlement could not be stored, or was not to be."""
         self._metrics.inc(names.SETTLEMENTS_LOST)
+
+    def _enter(self, metric: Metric, value: float) -> None:
+        self._metrics.recorder(metric, model_name=self._model).add(value)
 
     def _whole(self, now: float, prompt_tokens: int) -> None:
         values = {
@@ -108,7 +112,7 @@ class RequestMetrics:
                 names.INFERENCE_TIME: self._last - placed,
             }
         for metric, value in values.items():
-            self._metrics.observe(metric, value, model_name=self._model)
+            self._enter(metric, value)
 
 
 def count_refused(metrics: Metrics, error: BatonError) -> None:

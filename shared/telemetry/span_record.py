@@ -27,7 +27,7 @@ def redact(attributes: Mapping[str, Any]) -> dict[str, Value]:
             continue
         if isinstance(value, str):
             kept[name] = value[:MAX_VALUE_CHARS]
-        elif isinstance(value, bool | int | float):
+        elif isinstance(value, (int, float)):
             kept[name] = value
     return kept
 
