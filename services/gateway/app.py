@@ -32,23 +32,24 @@ from services.gateway.errors import http_body
 from services.gateway.files import Files
 from services.gateway.front import Front, with_cors
 from services.gateway.keep_alive import kept_alive
-from services.gateway.keyed import Keyed, PlansOf
+from services.gateway.keyed import Keyed
 from services.gateway.messages_front import PATH as MESSAGES_PATH
 from services.gateway.messages_front import MessagesFront
 from services.gateway.observe import Observer
 from services.gateway.openapi import Description
 from services.gateway.opening import open_plans
+from services.gateway.planning import tokenized
 from services.gateway.service import GatewayService
+from services.gateway.stored import Asker, Stored
+from services.gateway.stored_routes import StoredResponses
 from services.gateway.token_routes import TokenRoutes
-from shared.contracts.errors import BatonError, Cancelled, InvalidInput
-from shared.contracts.messages import Identity
+from shared.contracts.errors import BatonError, Cancelled
 from shared.ingress.error_body import as_baton_error
 from shared.ingress.failed_span import end_failed
 from shared.ingress.messages_request import parse_messages
 from shared.ingress.openai_schema import CompletionRequest, GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.request_metrics import count_refused
-from shared.ingress.request_plan import RequestPlan, make_plan
 from shared.ingress.responses_request import parse_responses
 from shared.ingress.served_models import ServedModel
 from shared.telemetry import attributes as a
@@ -77,6 +78,8 @@ class Door:
         self.service = self._service = service
         self._started = int(time.time())
         self.keyed = Keyed(service)
+        self.stored = Stored(service, self.keyed)
+        self.stored_responses = StoredResponses(service, self.stored)
         self.files = Files(service, self.keyed)
         self.batches = Batches(service, self.keyed)
         self.observer = Observer(service)
@@ -137,38 +140,21 @@ class Door:
         body = await read_body(request.stream(), length, config.max_body_bytes, config.body_timeout_s)
         span.set_attribute(a.BODY_BYTES, len(body))
         parsed, dialect = await service.models.parse(parse, body)
+        if isinstance(dialect, ResponsesDialect):
+            parsed, dialect = await self.stored.continued(dialect, hashed, parsed)
         model = service.models.get(parsed.model, identity.models)
         span.set_attribute(a.MODEL, model.name)
-        plans_of = await self._plans(parsed, model, identity, dialect)
+        plans_of = await tokenized(service, parsed, model, identity, dialect)
         key = await self.keyed.key_of(request, identity.tenant, hashed, body)
+        if isinstance(dialect, ResponsesDialect) and self.stored.wanted(dialect):
+            asker = Asker(identity.tenant, hashed, span, arrived)
+            return await self.stored.create(dialect, plans_of, asker, key, echo)
         if key is not None:
             return await self.keyed.generate(key, plans_of, span=span, arrived=arrived, headers=echo, dialect=dialect)
         plans = plans_of(secrets.randbits(64))
         answered = await open_plans(service, plans, hashed, span=span, arrived=arrived)
         headers = {"x-request-id": answered.request_id} | echo
         return kept_alive(SessionResponse(answered, headers, dialect), plans[0], config.keep_alive_s, headers)
-
-    async def _plans(
-        self, parsed: GenerationRequest, model: ServedModel, identity: Identity, dialect: Dialect = CHUNKS
-    ) -> PlansOf:
-        """Tokenized; what is wrong with the parameters the plans tell when they are made."""
-        with self._service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
-            try:
-                prompts = await model.codec.encode(parsed)
-            except InvalidInput as error:
-                raise dialect.named(error) from error
-            tokenize.set_attribute(a.PROMPT_TOKENS, sum(map(len, prompts)))
-
-        def plans_of(seed: int) -> list[RequestPlan]:
-            try:
-                return [
-                    make_plan(parsed, prompt, model, identity=identity, seed=seed, number=number)
-                    for number, prompt in enumerate(prompts)
-                ]
-            except InvalidInput as error:
-                raise dialect.named(error) from error
-
-        return plans_of
 
     async def probe(self) -> bool:
         """Send one token of each model through all services with the gateway's own key. True when all came."""
@@ -183,7 +169,7 @@ class Door:
         try:
             hashed = key_hash({"authorization": f"Bearer {config.probe_key}"})
             identity = await self._service.authenticate(hashed)
-            plans_of = await self._plans(CompletionRequest.model_validate(body), model, identity)
+            plans_of = await tokenized(self._service, CompletionRequest.model_validate(body), model, identity)
             plans = plans_of(secrets.randbits(64))
             session = await open_plans(self._service, plans, hashed, span=span, arrived=arrived)
         except BatonError as error:
@@ -244,6 +230,7 @@ def build_app(door: Door) -> ASGIApp:
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/health", door.health, methods=["GET"])
     app.add_api_route("/ready", door.ready, methods=["GET"])
+    door.stored_responses.add_to(app)
     door.files.add_to(app)
     door.batches.add_to(app)
     door.observer.add_to(app)
@@ -261,7 +248,7 @@ def build_app(door: Door) -> ASGIApp:
 
 def _parse_responses(body: bytes) -> tuple[GenerationRequest, Dialect]:
     found = parse_responses(body)
-    return found.chat, ResponsesDialect(found.asked)
+    return found.chat, ResponsesDialect(found.asked, found.items)
 
 
 async def _on_baton_error(request: Request, exc: Exception) -> Response:

@@ -16,7 +16,7 @@ from shared.ingress.choice_output import Piece
 from shared.ingress.messages_body import MessageWriter
 from shared.ingress.responses_body import Event, ResponseWriter
 from shared.ingress.responses_request import named_here
-from shared.ingress.responses_schema import ResponsesRequest
+from shared.ingress.responses_schema import InputItem, ResponsesRequest
 
 _encode = msgspec.json.encode
 
@@ -100,9 +100,10 @@ class _Chunks:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesDialect:
-    """Of the Responses API; `asked` is what the response repeats."""
+    """Of the Responses API; `asked` is what the response repeats, `items` its input."""
 
     asked: ResponsesRequest
+    items: tuple[InputItem, ...] = ()
 
     def writer(self, answered: Answered) -> Writer:
         """Of a stream."""
@@ -131,16 +132,16 @@ class _Events:
         self._response = response
 
     def begin(self) -> bytes:
-        return _frames(self._response.begin())
+        return frames(self._response.begin())
 
     def piece(self, piece: Piece) -> bytes:
-        return _frames(self._response.piece(piece))
+        return frames(self._response.piece(piece))
 
     def end(self) -> bytes:
-        return _frames([self._response.end(self._answered.usage())])
+        return frames([self._response.end(self._answered.usage())])
 
     def failed(self, error: BatonError) -> bytes:
-        return _frames(self._response.failed(error))
+        return frames(self._response.failed(error))
 
 
 class MessagesDialect:
@@ -175,17 +176,18 @@ class _MessageEvents:
         self._message = _message(answered)
 
     def begin(self) -> bytes:
-        return _frames(self._message.begin())
+        return frames(self._message.begin())
 
     def piece(self, piece: Piece) -> bytes:
-        return _frames(self._message.piece(piece))
+        return frames(self._message.piece(piece))
 
     def end(self) -> bytes:
-        return _frames(self._message.end(self._answered.usage()))
+        return frames(self._message.end(self._answered.usage()))
 
     def failed(self, error: BatonError) -> bytes:
         return error_frame(error)
 
 
-def _frames(events: Iterable[Event]) -> bytes:
+def frames(events: Iterable[Event]) -> bytes:
+    """Events with their names, as they are sent."""
     return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event)) for event in events)

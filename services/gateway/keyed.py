@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ from services.gateway.keyed_answer import KeyedAnswer
 from services.gateway.keyed_run import Begun, KeyedRun
 from services.gateway.once import Key, Once, idempotency_key, make_key
 from services.gateway.opening import open_plans
+from services.gateway.planning import PlansOf
 from services.gateway.service import GatewayService
 from shared.contracts import idempotency_messages as i
 from shared.contracts import subjects
@@ -33,9 +34,6 @@ from shared.telemetry import attributes as a
 
 REPLAYED = "replayed"
 """On the trace of a request that another one's run answered."""
-
-PlansOf = Callable[[int], Sequence[RequestPlan]]
-"""The plans of a request by its seed."""
 
 
 class Keyed:

@@ -67,6 +67,9 @@ class KeyedAnswer(Response):
             await log.news()
         if not log.stream or log.status != 200:
             return await self._read_whole(log, send)
+        return await self._read_stream(log, send)
+
+    async def _read_stream(self, log: EventLog, send: Send) -> bool:
         await self._begin(200, SSE_HEADERS, send)
         reader = LogReader(log, self._place)
         while True:

@@ -78,6 +78,11 @@ class KeyedRun:
         self._putting = asyncio.Lock()
         self._late: asyncio.Task[None] | None = None
 
+    @property
+    def goes_on_alone(self) -> bool:
+        """Without its clients."""
+        return False
+
     def origin(self, number: int) -> Origin:
         """What the session of the request's prompt `number` begins with."""
         state = self.state
@@ -237,10 +242,15 @@ class KeyedRun:
             parts=tuple(pending),
             **counts,
         )
-        self._fenced = not (await self._write(write)).held
+        written = await self._write(write)
+        self._fenced = not written.held
+        self._heard(written)
         self._kept_tokens = write.completion_tokens
         self._written += len(pending)
         del self._pending[: len(pending)]
+
+    def _heard(self, written: i.IdempotencyWritten) -> None:
+        """What else policy said to a write."""
 
     async def _before_settle(self, session: Session, settle: Settle) -> Settle:
         await self._closed.wait()

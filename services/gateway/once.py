@@ -33,6 +33,7 @@ POLL_S = 0.3
 Ask = Callable[[i.IdempotencyClaim], Awaitable[i.IdempotencyState]]
 Begin = Callable[[KeyedRun], Awaitable[Begun]]
 """Starts the request of a run. Raises what keeps it from running."""
+MakeRun = Callable[[Write, TenantId, IngressId, i.IdempotencyState], KeyedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Entry:
         """Nobody reads."""
         self.given_up = False
         """Nobody has read for long: it ends."""
+        self.pinned = False
+        """It goes on without readers."""
         self.ready = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
@@ -135,9 +138,13 @@ class Once:
     Args:
         ask, write: of policy. Both raise Unavailable; `ask` with SHUTTING_DOWN when this gateway stops.
         linger_s: how long an entry goes on that nobody reads.
+        make_run: of what is run here.
     """
 
-    def __init__(self, ask: Ask, write: Write, ingress: IngressId, linger_s: float) -> None:
+    def __init__(
+        self, ask: Ask, write: Write, ingress: IngressId, linger_s: float, make_run: MakeRun = KeyedRun
+    ) -> None:
+        self._make_run = make_run
         self._ask = ask
         self._write = write
         self._ingress = ingress
@@ -196,7 +203,7 @@ class Once:
                 if not state.more:
                     await asyncio.sleep(POLL_S)
                 state = await self._look(key, entry, state)
-            run = KeyedRun(self._write, key.tenant, self._ingress, state)
+            run = self._make_run(self._write, key.tenant, self._ingress, state)
             await self._run(entry, run, begin, leaving)
         finally:
             leaving.cancel()
@@ -207,7 +214,7 @@ class Once:
         except BaseException as exc:
             await run.release(exc)
             raise
-        entry.state, entry.run = run.state, run
+        entry.state, entry.run, entry.pinned = run.state, run, run.goes_on_alone
         entry.switch(run.log)
         entry.ready.set()
         leaving.add_done_callback(lambda task: None if task.cancelled() else run.cancel())
@@ -251,4 +258,6 @@ class Once:
         while not entry.given_up:
             await entry.left.wait()
             await asyncio.sleep(self._linger_s)
+            if entry.pinned:
+                await asyncio.Event().wait()  # for ever
             entry.given_up = entry.left.is_set()

@@ -11,11 +11,12 @@ from shared.contracts.errors import InvalidInput
 MAX_CHARS = 100
 
 
-def query(request: Request, **known: tuple[int, int] | tuple[str, ...] | None) -> dict[str, Any]:
+def query(request: Request, **known: tuple[int, int | None] | tuple[str, ...] | None) -> dict[str, Any]:
     """The values of `known` parameters.
 
     Args:
-        known: per name (most, default) of a number from 1, the words allowed with the default first, or None for text.
+        known: per name (most, default) of a number from 1, or from 0 where nothing is the default; the words allowed
+            with the default first; or None for text.
 
     Raises InvalidInput naming the parameter.
     """
@@ -26,7 +27,7 @@ def query(request: Request, **known: tuple[int, int] | tuple[str, ...] | None) -
     return {name: _value(name, request.query_params.get(name), kind) for name, kind in known.items()}
 
 
-def _value(name: str, text: str | None, kind: tuple[int, int] | tuple[str, ...] | None) -> Any:
+def _value(name: str, text: str | None, kind: tuple[int, int | None] | tuple[str, ...] | None) -> Any:
     if kind is None:
         if text is not None and len(text) > MAX_CHARS:
             raise InvalidInput(f"{name} has over {MAX_CHARS} characters", param=name)
@@ -36,8 +37,9 @@ def _value(name: str, text: str | None, kind: tuple[int, int] | tuple[str, ...] 
         most, default = first, kind[1]
         if text is None:
             return default
-        if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
-            raise InvalidInput(f"{name} must be 1 to {most}", param=name)
+        least = 0 if default is None else 1
+        if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
+            raise InvalidInput(f"{name} must be {least} to {most}", param=name)
         return int(text)
     if text is not None and text not in kind:
         raise InvalidInput(f"{name} must be one of {', '.join(map(str, kind))}", param=name)

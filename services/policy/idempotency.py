@@ -167,12 +167,16 @@ class IdempotencyRecords:
         message = f"you have {MAX_RECORDS} idempotency keys, the most there may be"
         return QuotaExceeded(message, param="Idempotency-Key", retry_after_s=FULL_RETRY_S)
 
+    def missing(self) -> NotFound:
+        """What is told of a record that is not there and may not be made."""
+        return NotFound("there is no stream to resume", param="Last-Event-ID", code="stream_not_found")
+
     def _found(self, tenant: TenantId, ask: i.IdempotencyClaim, reply: Sequence[bytes]) -> Found:
         outcome = reply[0].decode()
         if outcome == "other_body":
             raise OtherBody("this Idempotency-Key stands for another request", param="Idempotency-Key")
         if outcome == "missing":
-            raise NotFound("there is no stream to resume", param="Last-Event-ID", code="stream_not_found")
+            raise self.missing()
         if outcome in ("full", "over"):
             raise self.full()
         _, run, owner, seed, created, committed, held, made = reply[:_REPLY_FIELDS]

@@ -45,6 +45,10 @@ class ResponseRecords(IdempotencyRecords):
         message = "you store as many responses as you may; delete some, or ask with store: false"
         return Forbidden(message, param="store", code=STORAGE_LIMIT)
 
+    def missing(self) -> NotFound:
+        """What is told of a response that is gone."""
+        return NotFound("there is no such response", param="response_id")
+
     async def keep_input(self, news: r.ResponseInput) -> r.ResponseChanged:
         """Keep more of what a response is made from. Raises ProtocolError for a part that is too large, Conflict when
         parts are missing before the first one."""

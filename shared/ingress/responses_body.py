@@ -32,14 +32,21 @@ class ResponseWriter:
         plan: for what the server decided.
         created: unix seconds.
         tier: the service tier that serves it; "" when none was named.
+        first_event: number of the first one.
     """
 
     def __init__(
-        self, asked: ResponsesRequest, plan: RequestPlan, request_id: str, created: int, tier: str = ""
+        self,
+        asked: ResponsesRequest,
+        plan: RequestPlan,
+        request_id: str,
+        created: int,
+        tier: str = "",
+        first_event: int = 0,
     ) -> None:
         self._request_id = request_id
         self._head = {
-            "id": f"resp_{request_id.removeprefix('req-')}",
+            "id": response_id(request_id),
             "object": "response",
             "created_at": created,
             **_repeated(asked, plan),
@@ -49,13 +56,22 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = []
         self._open: _OpenItem | None = None
         self._finish = ""
-        self._events = 0
+        self._events = first_event
 
     # ------------------------------------------------------------------------------------------ events
 
     def begin(self) -> list[Event]:
         """The first events."""
         return [self._told("response.created"), self._told("response.in_progress")]
+
+    def queued(self) -> list[Event]:
+        """The first events of one that nobody waits for; `started` is the next."""
+        response = self.now("queued")
+        return [self._event(kind, response=response) for kind in ("response.created", "response.queued")]
+
+    def started(self) -> list[Event]:
+        """The event of a queued one that begins."""
+        return [self._told("response.in_progress")]
 
     def piece(self, piece: Piece) -> list[Event]:
         """The events of what came."""
@@ -83,10 +99,22 @@ class ResponseWriter:
     def failed(self, error: BatonError) -> list[Event]:
         """The last events of one that did not."""
         events = self._close("incomplete")
-        said = error_body(error)["error"]
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # of the few there are
-        response = self._response("failed") | {"error": {"code": code, "message": said["message"]}}
-        return [*events, self._event("response.failed", response=response)]
+        return [*events, self._event("response.failed", response=self.now("failed") | {"error": _error(error)})]
+
+    def cancelled(self) -> list[Event]:
+        """The last events of one that was cancelled; there is none of its own for that."""
+        events = self._close("incomplete")
+        return [*events, self._event("response.failed", response=self.now("cancelled"))]
+
+    def now(self, status: str) -> dict[str, Any]:
+        """The response as it is, with its output so far."""
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": details,
+            "output": list(self._output),
+        }
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -97,16 +125,7 @@ class ResponseWriter:
 
     def _told(self, kind: str) -> Event:
         status = kind.removeprefix("response.").replace("created", "in_progress")
-        return self._event(kind, response=self._response(status))
-
-    def _response(self, status: str) -> dict[str, Any]:
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            **self._head,
-            "status": status,
-            "incomplete_details": details,
-            "output": list(self._output),
-        }
+        return self._event(kind, response=self.now(status))
 
     def _add(self, kind: str, text: str) -> list[Event]:
         """Text of the item that is open, or of a new one."""
@@ -166,6 +185,23 @@ class ResponseWriter:
         return events
 
 
+def response_id(request_id: str) -> str:
+    """A response's id: its request's under another name."""
+    return f"resp_{request_id.removeprefix('req-')}"
+
+
+def ended_without_run(response: Mapping[str, Any], error: BatonError | None) -> dict[str, Any]:
+    """A queued response that nobody will run: failed, or with no error cancelled."""
+    if error is None:
+        return {**response, "status": "cancelled"}
+    return {**response, "status": "failed", "error": _error(error)}
+
+
+def _error(error: BatonError) -> dict[str, str]:
+    code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # of the few there are
+    return {"code": code, "message": error_body(error)["error"]["message"]}
+
+
 class _OpenItem:
     def __init__(self, kind: str, item_id: str, fields: Mapping[str, Any]) -> None:
         self.kind = kind
@@ -214,12 +250,13 @@ def _repeated(asked: ResponsesRequest, plan: RequestPlan) -> dict[str, Any]:
     choice = asked.tool_choice
     told: dict[str, Any] = {
         "model": plan.model,
+        "background": bool(asked.background),
         "error": None,
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
         "metadata": asked.metadata or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": asked.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "temperature": plan.sampling.temperature,
         "top_p": plan.sampling.top_p,

@@ -44,14 +44,16 @@ _NAMES: Names = (
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponses:
-    """`chat` is what is run, `asked` what the response repeats."""
+    """`chat` is what is run, `asked` what the response repeats, `items` what is new of its input."""
 
     chat: ChatRequest
     asked: ResponsesRequest
+    items: tuple[InputItem, ...]
 
 
 def parse_responses(body: bytes) -> ParsedResponses:
-    """The request in a body. Raises InvalidInput naming the field."""
+    """The request in a body; one that goes on from another is run with what came before. Raises InvalidInput naming
+    the field."""
     fields = drop_neutral(json_object(body), RESPONSES_NEUTRAL)
     items = _items(fields.pop("input", None))
     _drop_inside(fields, "reasoning", REASONING_NEUTRAL)
@@ -64,10 +66,22 @@ def parse_responses(body: bytes) -> ParsedResponses:
     asked = validated(ResponsesRequest, fields)
     if asked.stream_options is not None and not asked.stream:
         raise InvalidInput("stream_options is only allowed when stream is true", param="stream_options")
+    if asked.background and asked.store is False:
+        raise InvalidInput("background: needs store, as its answer is asked for later", param="background")
+    return ParsedResponses(chat_of(asked, items), asked, tuple(items))
+
+
+def chat_of(asked: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
+    """The chat request that a request with this whole input is. Raises InvalidInput naming the field."""
     try:
-        return ParsedResponses(validated(ChatRequest, _chat(asked, items)), asked)
+        return validated(ChatRequest, _chat(asked, items))
     except InvalidInput as error:
         raise named_here(error) from error
+
+
+def items_of(given: Sequence[Mapping[str, Any]]) -> list[InputItem]:
+    """Items as they are stored or answered, read as input. Raises InvalidInput."""
+    return [_item(item, index) for index, item in enumerate(given)]
 
 
 def named_here(error: InvalidInput) -> InvalidInput:

@@ -11,23 +11,22 @@ from shared.ingress.openai_schema import MAX_METADATA
 from shared.ingress.structure_schema import JsonObjectFormat, NamedSchema, TextFormat
 from shared.ingress.tool_schema import MAX_TOOLS, Arguments, CallId, FunctionName, Strict, ToolSchema, encodable
 
+MAX_ID_CHARS = 100
+
 RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "background": (None, False),
     "context_management": (None, []),
     "conversation": (None,),
     "include": (None, []),
     "max_tool_calls": (None,),
     "moderation": (None,),
-    "previous_response_id": (None,),
     "prompt": (None,),
     "prompt_cache_key": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
-    "store": (None, False),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
-"""Known parameters without support, with the values that ask for nothing. `store`: nothing is stored here."""
+"""Known parameters without support, with the values that ask for nothing."""
 
 REASONING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"effort": (None,), "generate_summary": (None,), "summary": (None,)}
 TEXT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"verbosity": (None,)}
@@ -173,6 +172,9 @@ class ResponsesRequest(Strict):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     user: str | None = None
     safety_identifier: str | None = None

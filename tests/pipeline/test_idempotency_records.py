@@ -232,7 +232,7 @@ async def test_bytes_of_records_that_ended_are_free(store: Store, monkeypatch: p
     monkeypatch.setattr(idempotency, "MAX_KEPT_BYTES", 1000)
     old, new = await store.claim(A), await store.claim(A, name="l")
     await store.write(old, parts=(bytes(800),), state=i.DONE)
-    record, parts, index, sizes = store.kept._keys(T, old.request_id)
+    record, parts, index, sizes, _ = store.kept._keys(T, old.request_id)
     await store.redis.execute("DEL", record, parts)
     await store.redis.execute("ZADD", index, 1, old.request_id)  # its time is over
     assert await store.write(new, parts=(bytes(800),), state=i.DONE)

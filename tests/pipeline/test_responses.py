@@ -78,7 +78,7 @@ async def test_answers_are_what_openai_describes() -> None:
 async def test_errors_are_the_clients_exceptions() -> None:
     async with http_stack() as (stack, url), client(url) as ai:
         for fields, param in (
-            ({"store": True}, "store"),
+            ({"background": True, "store": False}, "background"),
             ({"previous_response_id": "resp_1"}, "previous_response_id"),
             ({"max_output_tokens": 10_000}, "input"),
             ({"input": "x" * 600}, "input"),

@@ -1,0 +1,170 @@
+"""A stored response while this gateway runs it.
+
+One that its client waits for is kept at its end, if it comes to one. One in the background is kept as it goes, with
+what it is made from, so that another gateway can go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from services.gateway import keyed_run
+from services.gateway.event_log import EventLog, make_parts
+from services.gateway.keyed_run import PARTS_AT_ONCE, Begun, KeyedRun, Write
+from services.gateway.stored_request import StoredRequest, pack
+from services.gateway.stored_response import CANCELLED, StoredResponse
+from shared.contracts import idempotency_messages as i
+from shared.contracts import response_messages as r
+from shared.contracts.errors import BatonError, Conflict, Internal
+from shared.contracts.ids import IngressId, TenantId
+from shared.contracts.messages import Settle
+from shared.ingress.session import Session
+
+log = logging.getLogger("baton.gateway")
+
+EVENTS_A_RUN = 1_000_000
+"""Events of a run are numbered from its own multiple of it: a number says whose it is."""
+DELETED = "deleted"
+
+KeepInput = Callable[[r.ResponseInput], Awaitable[r.ResponseChanged]]
+
+
+def first_event(run: int) -> int:
+    """The number of a run's first event."""
+    return (run - 1) * EVENTS_A_RUN
+
+
+class StoredRun(KeyedRun):
+    """One run of a stored response's record; `request` is set before it begins.
+
+    Args:
+        write, keep_input: bring news to policy. Both raise Unavailable.
+    """
+
+    def __init__(
+        self, write: Write, keep_input: KeepInput, tenant: TenantId, ingress: IngressId, state: i.IdempotencyState
+    ) -> None:
+        super().__init__(write, tenant, ingress, state)
+        self.request: StoredRequest | None = None
+        self._keep_parts = keep_input
+        self._gone = False
+
+    @property
+    def goes_on_alone(self) -> bool:
+        """Without its clients."""
+        return self.request is not None and self.request.background
+
+    @property
+    def session(self) -> Session | None:
+        """What is cancelled when its client leaves; none of one that needs no client."""
+        session = self._begun.session if self._begun is not None else None
+        return session if isinstance(session, Session) and not self.goes_on_alone else None
+
+    async def keep_input(self) -> None:
+        """Keep what it is made from. Safe to repeat. Raises Conflict when the record is another run's, or gone."""
+        assert self.request is not None
+        parts = pack(self.request)
+        for first in range(0, len(parts), PARTS_AT_ONCE):
+            news = r.ResponseInput(
+                tenant=self._tenant,
+                request_id=self.state.request_id,
+                ingress_id=self._ingress,
+                run=self.state.run,
+                first_part=first,
+                parts=tuple(parts[first : first + PARTS_AT_ONCE]),
+            )
+            if not (await self._keep_parts(news)).held:
+                raise Conflict("the response is another run's, or was deleted", code="superseded")
+
+    async def release(self, error: BaseException | None = None) -> None:
+        """It could not begin, or not go on."""
+        stays = self.goes_on_alone and (self.state.run > 1 or self._begun is not None)
+        try:
+            with suppress(BatonError):
+                await self._put(i.OPEN if stays else i.REFUSED)
+        finally:
+            self._closed.set()
+
+    async def work(self, begun: Begun) -> None:
+        """Returns when the answer is complete and kept, or has failed."""
+        if not isinstance(begun.response, StoredResponse):
+            raise Internal("a stored response has another's answer")
+        self._answer = begun.response
+        await super().work(begun)
+
+    async def _keep(self) -> None:
+        if not self.goes_on_alone:
+            return
+        while True:
+            await asyncio.sleep(keyed_run.KEEP_S)
+            if self.log.complete:
+                continue
+            if self._events < len(self.log.events):
+                self._pending += make_parts(self.log, self._events)
+                self._events = len(self.log.events)
+            try:
+                held = await self._put(i.RUNNING)
+            except BatonError as exc:
+                log.warning("response of request %s is not kept: %s", self.state.request_id, exc.message)
+                continue
+            if not held:
+                self._end("superseded")
+
+    async def _close(self, events: list[bytes]) -> bool:
+        """Complete the record. False: it is another run's now."""
+        state = self._last_state()
+        if state == i.DONE:
+            self._pending += self._last_parts(events)
+        try:
+            held = await self._complete(state)
+        except BatonError as exc:
+            log.warning("response of request %s is answered and not stored yet: %s", self.state.request_id, exc.message)
+            self._late = asyncio.create_task(self._close_late(state))
+            held = True
+        self._closed.set()
+        return held or self._gone
+
+    async def _close_late(self, state: str) -> None:
+        for _ in range(keyed_run.LATE_TRIES):
+            await asyncio.sleep(keyed_run.LATE_PAUSE_S)
+            with suppress(BatonError):
+                await self._complete(state)
+                return
+
+    async def _complete(self, state: str) -> bool:
+        if state == i.DONE and not self.goes_on_alone:
+            with suppress(Conflict):  # deleted since: the write below tells
+                await self.keep_input()
+        return await self._put(state)
+
+    def _last_state(self) -> str:
+        if self._answer.final is not None:
+            return i.DONE
+        return i.OPEN if self._answer.goes_on else i.REFUSED
+
+    def _last_parts(self, events: list[bytes]) -> list[bytes]:
+        if self.log.stream and self.goes_on_alone:
+            return make_parts(self.log, self._events, events, last=True)
+        whole = EventLog(self.state.run)
+        whole.begin(200, stream=False)
+        return make_parts(whole, 0, [self._answer.final or b""], last=True)
+
+    def _heard(self, written: i.IdempotencyWritten) -> None:
+        if written.gone:
+            self._gone = True
+            self._end(DELETED)
+        elif written.cancel:
+            self._end(CANCELLED)
+
+    def _end(self, reason: str) -> None:
+        if self._begun is not None and self._begun.session is not None:
+            self._begun.session.cancel(reason)
+
+    async def _before_settle(self, session: Session, settle: Settle) -> Settle:
+        await self._closed.wait()
+        if self._gone:  # deleted: nobody else settles it
+            return settle
+        return await super()._before_settle(session, settle)
