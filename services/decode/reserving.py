@@ -9,7 +9,6 @@ from services.decode.held import Held
 from shared.contracts.errors import ContextExceeded, Forbidden, InvalidInput, ProtocolError
 from shared.contracts.grants import Grant
 from shared.contracts.messages import Reserve, Reserved
-from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher, Reservation
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import LENGTH, STOP
@@ -36,7 +35,6 @@ def require_sane(message: Reserve, grant: Grant, facts: WorkerFacts) -> None:
         Forbidden: the grant is another request's.
         ProtocolError: the parts of the message contradict each other.
         ContextExceeded: prompt and output do not fit the model's context.
-        InvalidInput: this worker's sampler does not know a parameter.
     """
     max_positions = facts.max_positions
     if grant.request_id != message.attempt.request_id:
@@ -49,22 +47,6 @@ def require_sane(message: Reserve, grant: Grant, facts: WorkerFacts) -> None:
     for sampling in message.sampling:
         if prompt + sampling.max_tokens > max_positions:
             raise ContextExceeded(f"{prompt} + {sampling.max_tokens} tokens exceed the context of {max_positions}")
-        if facts.samples_plainly and (name := beyond_plain(sampling)):
-            raise InvalidInput(f"{name}: not supported by this model's workers, which run on a GPU", param=name)
-
-
-def beyond_plain(sampling: SamplingParams) -> str:
-    """The first parameter that a sampler of temperature, top_k and top_p does not know; "" when there is none."""
-    asked = {
-        "min_p": sampling.min_p > 0,
-        "presence_penalty": sampling.presence_penalty != 0,
-        "frequency_penalty": sampling.frequency_penalty != 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
-        "logit_bias": bool(sampling.logit_bias),
-        "min_tokens": sampling.min_tokens > 0,
-        "logprobs": sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0,
-    }
-    return next((name for name, is_asked in asked.items() if is_asked), "")
 
 
 def finish_of_resumed(held: Held, eos_token_ids: frozenset[int]) -> str:

@@ -19,6 +19,7 @@ class BatcherConfig:
     max_num_seqs: int = 32  # most live sequences, waiting for KV included
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     depth: int = 1  # steps that may be planned while one is in flight
+    grammars_wait: bool = False  # for the end of the step that draws their token, before another takes them in
     quantum: int = 64  # prompt tokens a tenant of weight 1 gets in a turn
     batching: Batching = "continuous"  # see `batching_policy`
     batch_size: int = 8  # most sequences of a static or dynamic batch

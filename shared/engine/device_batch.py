@@ -6,15 +6,15 @@ captured for a shape finds them again. Knows nothing about devices, weights or p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.contracts.sampling import SamplingParams
 from shared.engine.forward_batch import check_sequence
-from shared.engine.step_plan import IN_FLIGHT, StepPlan
+from shared.engine.sampling_lines import NO_LINES, StepLines
+from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 from shared.kv.layout import LayerGroup
 
 Words = npt.NDArray[np.int32]
@@ -22,6 +22,18 @@ ROW_MULTIPLE = 16
 """Rows of a step are padded to a multiple of this: one specialization of kernels, and matrix products like it."""
 ALIGN_WORDS = 4
 """Parts begin at 16 bytes."""
+SPECIAL: tuple[tuple[str, type[np.generic], float], ...] = (
+    ("min_p", np.float64, 0),
+    ("repetition", np.float32, 1),
+    ("presence", np.float32, 0),
+    ("frequency", np.float32, 0),
+    ("penalty_line", np.int32, -1),
+    ("bias_line", np.int32, -1),
+    ("mask_line", np.int32, -1),
+    ("scored", np.int32, -1),
+    ("top", np.int32, 0),
+)
+"""Parts that most steps have nothing to say in, and what they hold then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,11 @@ def parts_of(shape: StepShape) -> dict[str, Part]:
     cu_seqlens_q   [num_seqs + 1]  padding sequences have no rows
     seq_lens       [num_seqs]      tokens visible to each sequence's last row; 0 for padding
     logit_rows     [num_logits]    row 0 for padding
-    temperature, top_k, top_p, seed, draw_position  [num_logits]; greedy for padding
+    temperature, top_k, top_p, seed, draw_position  [num_logits]; greedy for padding and for rows that are scored
+    min_p, repetition, presence, frequency  [num_logits]
+    penalty_line, bias_line, mask_line  [num_logits]  the row's line of the sampling state; -1 = none
+    scored         [num_logits]    the token whose log-probability is told; -1 = the one drawn
+    top            [num_logits]    how many of the most likely tokens are told
     slots.<g>      [num_rows]      of group g; -1 = do not store
     tables.<g>     [num_seqs, max_blocks]
     """
@@ -65,6 +81,7 @@ def parts_of(shape: StepShape) -> dict[str, Part]:
         ("temperature", np.float32, (logits,)),
         ("top_p", np.float64, (logits,)),
         ("top_k", np.int32, (logits,)),
+        *((name, dtype, (logits,)) for name, dtype, _ in SPECIAL),
         ("logit_rows", np.int32, (logits,)),
         ("token_ids", np.int32, (rows,)),
         ("token_source", np.int32, (rows,)),
@@ -149,12 +166,16 @@ class BatchWriter:
         self._shape: StepShape | None = None
         self._parts: dict[str, npt.NDArray[np.generic]] = {}
         self._tables: list[list[tuple[int, ...]]] = []
+        self._nothing_special = False  # is what the parts of `SPECIAL` hold
 
-    def write(self, plan: StepPlan, shape: StepShape, samples: Mapping[str, tuple[int, int]]) -> None:
+    def write(
+        self, plan: StepPlan, shape: StepShape, samples: Mapping[str, tuple[int, int]], lines: StepLines = NO_LINES
+    ) -> None:
         """Lay the plan out.
 
         Args:
             samples: per sequence the first row and the number of the tokens the last step drew for it.
+            lines: of sequences with penalties, biases and grammars.
 
         Raises:
             ValueError: the plan breaks its contract, waits for a token that the last step did not draw, or names a
@@ -164,10 +185,12 @@ class BatchWriter:
             self._shape = shape
             self._parts = views(self._buffer, parts_of(shape))
             self._tables = [[()] * shape.num_seqs for _ in self._groups]
+            self._nothing_special = False
         for sequence in plan.sequences:
             check_sequence(sequence, self._groups)
         self._write_rows(plan, samples)
         self._write_sampling(plan)
+        self._write_special(plan, lines)
         for g, group in enumerate(self._groups):
             self._write_group(plan, g, group)
 
@@ -207,19 +230,31 @@ class BatchWriter:
             end += len(sequence.token_ids)
             first = end - sequence.num_logits
             logit_rows.extend(range(first, end))
-            params = sequence.sampling or _GREEDY
             last = sequence.start + len(sequence.token_ids)
+            drawn = sequence.num_sampled
+            draws.extend([(0.0, 1.0, 0, 0, 0)] * (sequence.num_logits - drawn))
+            params = sequence.sampling
+            if params is None:
+                continue
             seed = params.seed & (2**64 - 1)
             seed -= (seed >> 63) << 64  # the same bits, signed
-            draws.extend(
-                (params.temperature, params.top_p, params.top_k, seed, last - sequence.num_logits + 1 + i)
-                for i in range(sequence.num_logits)
-            )
+            positions = range(last - drawn + 1, last + 1)
+            draws.extend((params.temperature, params.top_p, params.top_k, seed, position) for position in positions)
         columns = list(zip(*draws, strict=True)) if draws else [()] * 5
         self._fill("logit_rows", logit_rows, 0)
         names = ("temperature", "top_p", "top_k", "seed", "draw_position")
         for name, column, padding in zip(names, columns, (0, 1, 0, 0, 0), strict=True):
             self._fill(name, column, padding)
+
+    def _write_special(self, plan: StepPlan, lines: StepLines) -> None:
+        plain = not any(map(_is_special, plan.sequences))
+        if plain and self._nothing_special:
+            return
+        self._nothing_special = plain
+        rows = [] if plain else [row for i, s in enumerate(plan.sequences) for row in _special_rows(s, i, lines)]
+        columns = list(zip(*rows, strict=True)) if rows else [()] * len(SPECIAL)
+        for (name, _, nothing), column in zip(SPECIAL, columns, strict=True):
+            self._fill(name, column, nothing)
 
     def _write_group(self, plan: StepPlan, g: int, group: LayerGroup) -> None:
         tables, known = self._parts[f"tables.{g}"], self._tables[g]
@@ -246,4 +281,25 @@ class BatchWriter:
         part[len(values) :] = padding
 
 
-_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+def _is_special(sequence: ScheduledSequence) -> bool:
+    params = sequence.sampling
+    return bool(sequence.scored) or (
+        params is not None and (params.adjusts or params.min_p > 0 or params.logprobs >= 0)
+    )
+
+
+_NOTHING = tuple(nothing for _, _, nothing in SPECIAL)
+
+
+def _special_rows(sequence: ScheduledSequence, index: int, lines: StepLines) -> Iterator[tuple[float, ...]]:
+    """What `SPECIAL` holds of a sequence's rows of logits."""
+    for token_id in sequence.scored:
+        yield (*_NOTHING[:-2], token_id, max(sequence.score_top, 0))
+    params = sequence.sampling
+    if params is None:
+        yield from [_NOTHING] * (sequence.num_logits - len(sequence.scored))
+        return
+    penalty, bias, mask = (found.get(index, -1) for found in (lines.penalties, lines.biases, lines.masks))
+    shared = (params.min_p, params.repetition_penalty, params.presence_penalty, params.frequency_penalty, penalty, bias)
+    for row in range(sequence.num_sampled):
+        yield (*shared, mask if mask < 0 else mask + row, -1, max(params.logprobs, 0))

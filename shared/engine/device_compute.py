@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kernels.attention.triton_attention import SPLIT, TritonPlan, plan_attention, plan_on_device
 from kernels.sampling.triton_kernel import sample
-from kernels.sampling.triton_rows import SamplingRows
+from kernels.sampling.triton_logprobs import Top, empty_top, top_logprobs
+from kernels.sampling.triton_rows import Bias, Drawn, Mask, Penalties, SamplingRows
 from shared.contracts.errors import Internal, SettingsError
 from shared.engine.device_batch import (
+    SPECIAL,
     Part,
     StepShape,
     buffer_words,
@@ -23,6 +25,7 @@ from shared.engine.device_batch import (
     padded,
     parts_of,
 )
+from shared.engine.device_sampling import DeviceSampling
 from shared.engine.step_plan import StepPlan
 from shared.kv.device_spans import KvView
 from shared.kv.layout import SCALED, LayerGroup
@@ -30,7 +33,12 @@ from shared.model.device_decoder import DeviceDecoder, DeviceStep, Plans
 
 PARTIAL_BYTES = 256 * 1024 * 1024
 """Most memory that partial results of attention may take in a captured decode step: it bounds the context of those."""
+MAX_TOP = 20
+"""Most likely tokens a row can be asked to tell."""
 _TORCH = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32, np.float64: torch.float64}
+
+
+_DRAWN_BY = ("temperature", "top_k", "top_p", "seed", "draw_position", *(name for name, _, _ in SPECIAL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +84,11 @@ class DeviceCompute:
         self.decode_len = _decode_len(model, limits, self.buckets[-1])
         device = model.device
         self.inputs = torch.zeros(most_words(limits, groups, self.decode_len), dtype=torch.int32, device=device)
-        self.drawn = torch.zeros(2, limits.max_logits, dtype=torch.int32, device=device)
-        self._min_p = torch.zeros(limits.max_logits, dtype=torch.float64, device=device)
+        self.results = torch.zeros(2, limits.max_logits, dtype=torch.int32, device=device)  # tokens, finite or not
+        self.drawn = Drawn(*self.results, *torch.zeros(2, limits.max_logits, device=device))
+        self.top: Top = empty_top(limits.max_logits, MAX_TOP, device)
+        lines = limits.max_num_seqs if model.weights.head is not None else 0  # nothing is drawn without a head
+        self.sampling = DeviceSampling(lines, model.config.vocab_size, device)
         self._tables = [
             torch.zeros(self.buckets[-1], _table_columns(group, self.decode_len), dtype=torch.int32, device=device)
             for group in groups
@@ -105,7 +116,7 @@ class DeviceCompute:
             tables[: shape.num_seqs, : shape.max_blocks].copy_(self._part(parts[f"tables.{g}"]))
 
     def decode(self, num_seqs: int) -> Tensor:
-        """Launch a decode step of that many sequences, padding included: logits, and draws into `drawn`.
+        """Launch a decode step of that many sequences, padding included: logits, and draws into `drawn` and `top`.
 
         Everything it reads lies at the same place every time: it can be captured.
         """
@@ -132,7 +143,7 @@ class DeviceCompute:
         return self._run(step, plans, parts)
 
     def mixed(self, plan: StepPlan, shape: StepShape) -> Tensor:
-        """Launch any step, its attention planned here: logits, and draws into `drawn`."""
+        """Launch any step, its attention planned here: logits, and draws into `drawn` and `top`."""
         parts = parts_of(shape)
         config = self.model.config
         ends = np.cumsum([0, *(len(sequence.token_ids) for sequence in plan.sequences)])
@@ -156,21 +167,29 @@ class DeviceCompute:
         return self._run(self._step(parts), plans, parts)
 
     def _run(self, step: DeviceStep, plans: Plans, parts: dict[str, Part]) -> Tensor:
-        logits = self.model.forward(step, self.drawn[0], self.groups, self.pools, plans)
+        logits = self.model.forward(step, self.drawn.tokens, self.groups, self.pools, plans)
         num_logits = logits.shape[0]
         if num_logits:
-            rows = SamplingRows(
-                temperature=self._part(parts["temperature"]),
-                top_k=self._part(parts["top_k"]),
-                top_p=self._part(parts["top_p"]),
-                min_p=self._min_p[:num_logits],
-                seed=self._part(parts["seed"]),
-                position=self._part(parts["draw_position"]),
-            )
-            self.drawn[0, :num_logits].copy_(sample(logits, rows).tokens)
-            # an infinity or a NaN makes its row's sum one
-            self.drawn[1, :num_logits].copy_(torch.isfinite(logits.sum(dim=1, dtype=torch.float32)))
+            drawn, part = self.drawn.first(num_logits), {name: self._part(parts[name]) for name in _DRAWN_BY}
+            sample(logits, self._rows(part), drawn)
+            top_logprobs(logits, drawn.log_sums, MAX_TOP, part["top"], self.top.first(num_logits))
         return logits
+
+    def _rows(self, part: dict[str, Tensor]) -> SamplingRows:
+        state = self.sampling
+        said = (state.counts, state.prompts)
+        return SamplingRows(
+            temperature=part["temperature"],
+            top_k=part["top_k"],
+            top_p=part["top_p"],
+            min_p=part["min_p"],
+            seed=part["seed"],
+            position=part["draw_position"],
+            penalties=Penalties(part["repetition"], part["presence"], part["frequency"], part["penalty_line"], *said),
+            bias=Bias(part["bias_line"], state.bias_ids, state.bias_values),
+            mask=Mask(part["mask_line"], state.masks),
+            scored=part["scored"],
+        )
 
     def _step(self, parts: dict[str, Part]) -> DeviceStep:
         return DeviceStep(

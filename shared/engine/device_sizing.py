@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
-from shared.engine.device_compute import DeviceCompute, StepLimits
+from shared.engine.device_compute import MAX_TOP, DeviceCompute, StepLimits
 from shared.engine.device_runner import DeviceRunner
 from shared.engine.device_stream import DeviceStream
+from shared.engine.step_composer import SCORED_CHUNK
 from shared.engine.step_plan import ScheduledSequence, StepPlan
+from shared.grammar.row_masks import RowMasks
 from shared.kv.device_spans import KvView, device_views
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.model.device_decoder import DeviceDecoder
@@ -93,7 +96,12 @@ class Steps:
     """Everything that runs a model's steps over a pool: buffers, captured graphs, the runner."""
 
     def __init__(
-        self, model: DeviceDecoder, groups: tuple[LayerGroup, ...], pools: tuple[KvView, ...], limits: StepLimits
+        self,
+        model: DeviceDecoder,
+        groups: tuple[LayerGroup, ...],
+        pools: tuple[KvView, ...],
+        limits: StepLimits,
+        masks: RowMasks | None = None,
     ) -> None:
         self._limits = limits
         self._groups = groups
@@ -104,7 +112,7 @@ class Steps:
         self._graphs = DecodeGraphs(stream, compute.decode) if self._samples else None
         if self._graphs is not None:
             self._graphs.capture(compute.buckets)
-        self.runner = DeviceRunner(compute, stream, self._graphs)
+        self.runner = DeviceRunner(compute, stream, self._graphs, masks=masks)
 
     def burst(self) -> None:
         """Run the largest steps there can be, one behind the other.
@@ -113,7 +121,7 @@ class Steps:
             Internal: a step gave something that is not a number.
             torch.OutOfMemoryError: there is no room for them.
         """
-        kinds = [self._chunk(), self._chunks()] + ([self._decodes()] if self._samples else [])
+        kinds = [self._chunk(), self._chunks()] + ([self._decodes(), self._scored()] if self._samples else [])
         number = 0
         for _ in range(BURST_STEPS):
             pending = []
@@ -147,6 +155,14 @@ class Steps:
 
     def _decodes(self) -> tuple[ScheduledSequence, ...]:
         return tuple(self._sequence(i, 1) for i in range(self._limits.max_num_seqs))
+
+    def _scored(self) -> tuple[ScheduledSequence, ...]:
+        """As many rows of logits as there can be: a prompt's, beside one of every other sequence."""
+        others = self._decodes()[1:]
+        count = min(SCORED_CHUNK, self._limits.max_rows - len(others), self._limits.max_len)
+        row = self._sequence(len(others), count)
+        scored = replace(row, num_logits=count, sampling=None, scored=row.token_ids, score_top=MAX_TOP)
+        return (*others, scored)
 
     def _sequence(self, index: int, num_tokens: int) -> ScheduledSequence:
         """Computed from position 0: it reads what it has stored. Blocks may be shared: nobody reads the result."""

@@ -6,6 +6,8 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,6 +33,14 @@ class DeviceStream:
     def host_buffer(self, words: int) -> Tensor:
         """[words] int32 on the host, which the device may read and write while the host goes on."""
         return torch.zeros(words, dtype=torch.int32, pin_memory=self._stream is not None)
+
+    def upload(self, words: npt.NDArray[np.int32]) -> Tensor:
+        """The words on the device, for what is launched on this stream from now on. The host goes on at once."""
+        host = torch.from_numpy(words)
+        if self._stream is None:
+            return host
+        # the allocator of pinned memory gives it to nobody else until the copy has ended
+        return host.pin_memory().to(self.device, non_blocking=True)
 
     def mark(self) -> Mark:
         """The stream's end as it is now."""

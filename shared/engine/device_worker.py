@@ -27,6 +27,8 @@ from shared.engine.engine import PendingStep
 from shared.engine.numerics import numerics_id
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions
+from shared.grammar.compiler import LazyCompiler
+from shared.grammar.row_masks import RowMasks
 from shared.kv.device_memory import OutOfDeviceMemory
 from shared.kv.device_pool import DevicePool, create_device_pool
 from shared.kv.device_transfer import DeviceTransport
@@ -69,9 +71,11 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         weights = before - free_bytes(device)
         groups = layer_groups(model.config, options.block_size, options.kv_dtype)
         limits = StepLimits(options.token_budget, options.max_num_seqs, model.config.max_positions, options.depth)
+        grammars = LazyCompiler(options.model_dir, frozenset(model.config.eos_token_ids)) if options.samples else None
+        masks = RowMasks(grammars, model.config.vocab_size) if grammars else None
         try:
             needed = measure_steps(model, groups, limits)
-            pool, steps = _fitted(options, worker, model, groups, limits, weights, needed)
+            pool, steps = _fitted(options, worker, model, groups, limits, weights, needed, masks)
         except torch.OutOfMemoryError as exc:
             raise SettingsError(
                 f"the GPU has no room for this model's steps: {exc}", param="engine.token_budget"
@@ -86,9 +90,8 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         eos_token_ids=frozenset(model.config.eos_token_ids),
         max_positions=model.config.max_positions,
         fake=False,
-        samples_plainly=True,
     )
-    return WorkerEngine(options, facts, pool, DeviceSteps(steps), on_stop=steps.close)
+    return WorkerEngine(options, facts, pool, DeviceSteps(steps), grammars=grammars, on_stop=steps.close)
 
 
 class DeviceSteps:
@@ -123,6 +126,7 @@ def _fitted(
     limits: StepLimits,
     weights: int,
     needed: int,
+    masks: RowMasks | None,
 ) -> tuple[DevicePool, Steps]:
     """The pool and all that runs over it, after a burst has shown that everything fits."""
     device = model.device
@@ -136,7 +140,7 @@ def _fitted(
         pool, steps = None, None
         try:
             pool = create_device_pool(options.kv_dir, worker, layout, device)
-            steps = Steps(model, groups, pool.views(), limits)
+            steps = Steps(model, groups, pool.views(), limits, masks)
             steps.burst()
         except (torch.OutOfMemoryError, OutOfDeviceMemory) as exc:
             log.warning("a KV pool of %d bytes does not fit beside the steps: %s", size, exc)

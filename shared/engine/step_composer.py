@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from shared.engine.batcher_config import BatcherConfig
@@ -16,7 +16,7 @@ from shared.engine.step_plan import ScheduledSequence
 from shared.engine.step_time import StepTimeModel
 
 SCORED_CHUNK = 64
-"""Most prompt tokens in a step of a sequence that wants their log-probabilities."""
+"""Most prompt tokens in a step whose log-probabilities are wanted: each makes a row of logits, which take memory."""
 
 
 class StepComposer:
@@ -86,10 +86,7 @@ class StepComposer:
         config = self._config
         budget = config.token_budget if decodes else max(config.token_budget, config.lone_token_budget)
         chunk_size = config.chunk_size or budget
-        wants = [
-            PrefillWant(seq.spec.seq_id, seq.spec.tenant, seq.spec.weight, min(count, _chunk(seq, chunk_size)))
-            for seq, count in least_first(behind)
-        ]
+        wants = _wants(least_first(behind), chunk_size)
         shares = self._fair.share(wants, self._prompt_budget(model, budget - len(decodes), decodes, wants))
         count_overtaking(behind, shares)
         return [self._sequences[seq_id].schedule(count, now) for seq_id, count in shares.items()]
@@ -124,6 +121,14 @@ class _Lazily:
         return self._found
 
 
-def _chunk(seq: Sequence, most: int) -> int:
-    """Most tokens of a sequence in a step: rows that are scored make logits, which take memory."""
-    return min(most, SCORED_CHUNK) if seq.spec.num_scored else most
+def _wants(behind: Iterable[tuple[Sequence, int]], chunk_size: int) -> list[PrefillWant]:
+    """What of each sequence a step could compute, in this order. Those that are scored share SCORED_CHUNK."""
+    wants, left = list[PrefillWant](), SCORED_CHUNK
+    for seq, count in behind:
+        most = min(count, chunk_size)
+        if seq.spec.num_scored:
+            most = min(most, left)
+            left -= most
+        if most:
+            wants.append(PrefillWant(seq.spec.seq_id, seq.spec.tenant, seq.spec.weight, most))
+    return wants

@@ -103,7 +103,6 @@ class WorkerFacts:
     max_positions: int
     fake: bool
     computes: str = ""  # number format and kernels, and what is known of their quality
-    samples_plainly: bool = False  # by temperature, top_k and top_p alone, and without log-probabilities
 
 
 @dataclass(slots=True)
@@ -136,6 +135,7 @@ class WorkerEngine:
             max_num_seqs=o.max_num_seqs,
             chunk_size=o.chunk_size,
             depth=o.depth,
+            grammars_wait=o.device == "cuda",
             batching=o.batching,
             batch_size=o.batch_size,
             batch_window_s=o.batch_window_s,
@@ -161,7 +161,7 @@ class WorkerEngine:
             InvalidInput: it is not supported, here or at all (param `response_format`).
         """
         if self.grammars is None:
-            message = "response_format: workers on a GPU do not constrain an output"
+            message = "response_format: this model's workers do not constrain an output"
             raise InvalidInput(message, param="response_format")
         self.grammars.get().require(grammar)
 
