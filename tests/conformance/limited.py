@@ -37,12 +37,18 @@ class Limited:
     url: str
     accounts: Accounts
 
-    async def idle(self) -> None:
-        """Returns when nothing runs and nothing is held of tenant-a's limits."""
+    async def nothing_held(self) -> None:
+        """Returns when nothing is held of tenant-a's limits."""
         async with asyncio.timeout(LIMIT_S):
-            held = self.accounts.quota
-            while self.stack.service.ingress.sessions or int((await held(TENANT)).get("held", 0)):  # noqa: ASYNC110
+            while int((await self.accounts.quota(TENANT)).get("held", 0)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+    async def idle(self) -> None:
+        """Returns when nothing runs, and nothing is held either."""
+        async with asyncio.timeout(LIMIT_S):
+            while self.stack.service.ingress.sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await self.nothing_held()
 
 
 @asynccontextmanager

@@ -50,23 +50,33 @@ async def refused(stack: Stack, path: str, body: Any, param: str) -> None:
 
 
 @asynccontextmanager
-async def bystander(stack: Stack) -> AsyncIterator[None]:
-    """A long stream of the other tenant, running before and unharmed after."""
-    body = {"model": MODEL, "prompt": "bystander", "seed": 1, "max_tokens": 200, "ignore_eos": True, "stream": True}
+async def bystander(stack: Stack, canary_key: str = "key-a") -> AsyncIterator[None]:
+    """A long stream of the other tenant, running before and saying in the end what it says alone; a canary comes last.
+
+    The stand-in for a worker has it run until the case is over; a real one takes its time for 200 tokens.
+    """
+    body = {"model": MODEL, "prompt": "bystander", "temperature": 0, "seed": 1, "max_tokens": 200, "ignore_eos": True}
+    go = stack.backend.held_prompts["bystander"] = asyncio.Event()
     before = stack.service.ingress.sessions.copy()
-    running = asyncio.create_task(send(stack, "completions", body, "key-b"))
+    running = asyncio.create_task(send(stack, "completions", body | {"stream": True}, "key-b"))
     async with asyncio.timeout(30):
         while not any(s.stream.num_committed for i, s in stack.service.ingress.sessions.items() if i not in before):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-    yield
+    try:
+        yield
+    finally:
+        go.set()
     got = frames(await running)
     assert got[-1] == "[DONE]"
-    assert [finish for finish in finishes(got) if finish] == ["length"]
+    alone = (await send(stack, "completions", body, "key-b")).json()["choices"][0]
+    assert "".join(deltas(got)) == alone["text"]
+    assert [finish for finish in finishes(got) if finish] == [alone["finish_reason"]]
+    await canary(stack, canary_key)
 
 
-async def canary(stack: Stack) -> None:
+async def canary(stack: Stack, key: str = "key-a") -> None:
     """Greedy, 4 tokens, must be served."""
     body = {"model": MODEL, "prompt": "canary", "temperature": 0, "max_tokens": 4}
-    response = await send(stack, "completions", body)
+    response = await send(stack, "completions", body, key)
     assert response.status_code == 200
     assert response.json()["usage"]["completion_tokens"] == 4

@@ -91,6 +91,8 @@ class Backend:
     refuse_placement: BatonError | None = None
     hold: asyncio.Event | None = None
     """Frames wait for it after the first."""
+    held_prompts: dict[str, asyncio.Event] = field(default_factory=dict)
+    """The same for single prompts."""
     drop_every: int = 0
     """Every so many-th frame is lost; the listing shows it."""
     limits: Limits = field(default_factory=Limits)
@@ -237,8 +239,9 @@ class Backend:
         self.running[attempt.request_id] = run
         while run.sent < len(run.output):
             await asyncio.sleep(self.step_s)
-            if self.hold is not None and run.sent:
-                await self.hold.wait()
+            hold = self.held_prompts.get(prompt, self.hold)
+            if hold is not None and run.sent:
+                await hold.wait()
             if run.cancelled or run.cut is not None or self.mute or self.running.get(attempt.request_id) is not run:
                 return
             first = run.sent
