@@ -76,11 +76,9 @@ def with_rounded_weights(folder: Path, quant: str, to: Path) -> Path:
 def test_integer_weights_give_the_logits_of_what_they_stand_for(
     make: Callable[[], Any], quant: str, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     plain = save(make, tmp_path / "plain")
     rounded = with_rounded_weights(tmp_path / "plain", quant, tmp_path / "rounded")
-    judge = AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32).eval()
+    judge = type(plain).from_pretrained(rounded, dtype=torch.float32).eval()
     with torch.no_grad():
         expected, unrounded = (model(torch.tensor(IDS[:16])[None]).logits[0] for model in (judge, plain))
     model = load_device_decoder(tmp_path / "plain", "float32", DEVICE.type, quant=quant)
