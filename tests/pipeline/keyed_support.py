@@ -121,6 +121,7 @@ class World:
     desk: IdempotencyDesk
     lost: LostIngresses
     policy_records: Records
+    responses: ResponseRecords
 
     async def settled(self, count: int) -> list[m.Settle]:
         """The settlements, once there are `count` and nothing runs."""
@@ -163,7 +164,7 @@ async def keyed_world(redis: RedisStore, count: int = 2, **options: Any) -> Asyn
             await stack.enter_async_context(_gateway(broker, ingress, linger_s, keep_alive_s, context))
             for ingress in ids
         ]
-        yield World(backend, gateways, kept, accounts, watch, desk, lost, records)
+        yield World(backend, gateways, kept, accounts, watch, desk, lost, records, responses)
 
 
 @asynccontextmanager
