@@ -189,7 +189,7 @@ With nats-py:
 def _known(env: Mapping[str, str], tenant: TenantId) -> bool:
     """False when policy says there is no such tenant; True also when it says nothing."""
     try:
-        return bool(_asked(env, am.TenantsQuery(tenant=tenant)).tenants)
+        return bool(asked(env, am.TenantsQuery(tenant=tenant)).tenants)
     except BatonError:
         return True
 
@@ -202,7 +202,7 @@ def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     key = new_api_key()
     digest = hashlib.sha256(key).digest()
     name = options.id or f"key-{digest.hex()[:8]}"
-    _asked(env, am.KeyCreate(tenant=tenant, key_id=name, key_hash=digest, max_parallel=options.parallel))
+    asked(env, am.KeyCreate(tenant=tenant, key_id=name, key_hash=digest, max_parallel=options.parallel))
     if options.json:
         print(json.dumps({"tenant": tenant, "key_id": name, "api_key": key.decode()}))
     else:
@@ -212,7 +212,7 @@ def _create(options: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 def _revoke(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant)
-    _asked(env, am.KeyRevoke(tenant=tenant, key_id=options.key_id))
+    asked(env, am.KeyRevoke(tenant=tenant, key_id=options.key_id))
     found = {"tenant": tenant, "key_id": options.key_id, "revoked": True}
     print(json.dumps(found) if options.json else f"key {options.key_id} of tenant {tenant} opens nothing any more")
     return 0
@@ -224,7 +224,7 @@ def _limits(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     changes = {name: None if value == DEFAULT else value for name, value in given.items()}
     change = am.LimitsChange(tenant=tenant, limits=changes, key_id=options.key)
     ask = change if changes else am.TenantsQuery(tenant=tenant)
-    found = _existing(_asked(env, ask), tenant)
+    found = _existing(asked(env, ask), tenant)
     _print(_only(found, options.key) if options.key else found, options.json)
     return 0
 
@@ -240,7 +240,7 @@ def _only(found: am.Tenants, key_id: str) -> am.Tenants:
 
 def _list(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     tenant = check_tenant(options.tenant) if options.tenant else TenantId("")
-    found = _asked(env, am.TenantsQuery(tenant=tenant))
+    found = asked(env, am.TenantsQuery(tenant=tenant))
     _print(_existing(found, tenant) if tenant else found, options.json)
     return 0
 
@@ -284,7 +284,7 @@ def _running(count: int) -> list[str]:
     return [f"{count} running"] if count else []
 
 
-def _asked(env: Mapping[str, str], ask: Ask) -> am.Tenants:
+def asked(env: Mapping[str, str], ask: Ask) -> am.Tenants:
     """Policy's answer. Raises what it raises, Unavailable when no stack runs."""
     path = state_path(env)
     if not path.is_dir() or (state := StateFolder(path)).holder() is None:

@@ -48,13 +48,20 @@ async def stream(client: httpx.AsyncClient, asked: dict[str, Any]) -> str:
     return finish
 
 
+async def asked_at(stack: Baton, key: str, asked: dict[str, Any]) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
+    """Ask on a connection of its own."""
+    where = urlsplit(stack.url)
+    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    data = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    return writer, reader
+
+
 async def left_after(stack: Baton, seconds: float, asked: dict[str, Any]) -> None:
     """Ask on a connection of its own and close it so much later, whatever has come."""
-    where = urlsplit(stack.url)
-    _, writer = await asyncio.open_connection(where.hostname, where.port)
-    data = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stack.record.api_key}\r\n"
-    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    assert stack.record is not None
+    writer, _ = await asked_at(stack, stack.record.api_key, asked)
     await asyncio.sleep(seconds)
     writer.transport.abort()
 
