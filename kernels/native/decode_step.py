@@ -41,6 +41,12 @@ class DecodeStep:
         self._tables = [self._array(rows, blocks) for _ in pools]
         self._drawn, self._rechecked = (self._array(rows).data for _ in range(2))
         self._sampling = (RowStruct * rows)()
+        # the position of every row's draw, within the structures
+        at, apart = RowStruct.position.offset, ctypes.sizeof(RowStruct)
+        places = memoryview(self._sampling).cast("B")
+        self._draw_positions = np.ndarray((rows,), np.uint64, places, at, (apart,))
+        self._views = [np.asarray(part) for part in (self._tokens, self._positions, self._lengths, self._drawn)]
+        self._slot_views, self._row_numbers = [np.asarray(slots) for slots in self._slots], np.arange(rows)
         self._groups = (GroupStruct * len(pools))()
         self._pools = tuple(pools)
         self._step, self._draws = self._structs()
@@ -62,6 +68,24 @@ class DecodeStep:
         for slots, table, size in zip(self._slots, tables, self._sizes, strict=True):
             slots[row] = table[position // size] * size + position % size
         self._sampling[row].position = position + 1
+
+    def follow(self, count: int) -> None:
+        """The first `count` rows go on with the tokens they drew.
+
+        Raises IndexError, with nothing changed, when the array has no room for a row's next block. Whether the row has
+        that block is the caller's to know.
+        """
+        tokens, positions, lengths, drawn = (view[:count] for view in self._views)
+        after = positions + 1
+        slots = [
+            table[self._row_numbers[:count], after // size] * size + after % size
+            for table, size in zip(self._tables, self._sizes, strict=True)
+        ]
+        tokens[:], positions[:] = drawn, after
+        lengths += 1
+        for view, found in zip(self._slot_views, slots, strict=True):
+            view[:count] = found
+        self._draw_positions[:count] += np.uint64(1)
 
     def run(self, count: int, looked_at: int) -> list[int]:
         """KV of the first `count` rows' tokens into the pools, and the token each draws; -1: its largest logit is not

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from services.decode import reserving
 from services.decode.handoff_in import HandoffIn
@@ -24,6 +24,7 @@ from shared.contracts.parts import Totals, sum_totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
 from shared.engine.sequence_update import ERROR, PREEMPTED, REVOKED, SequenceUpdate
+from shared.engine.step_plan import ScheduledSequence
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
@@ -90,6 +91,8 @@ class Book:
             held, number = entry
             choice, token_ids = held.choices[number], update.token_ids
             choice.started_at = update.started_at
+            if choice.ahead and token_ids:
+                token_ids, choice.ahead = token_ids[choice.ahead :], 0
             if update.event:
                 changed = True
                 self._moved(held, choice, update.event)
@@ -112,6 +115,21 @@ class Book:
         self.send(self.outbox.frames(now))
         if changed:
             self.shell.changed()
+
+    def take_drawn(self, rows: Sequence[ScheduledSequence], drawn: Sequence[int]) -> None:
+        """What a step of a stretch drew: into frames; all else that it changed comes with the stretch's update."""
+        now = self.shell.clock()
+        for row, token in zip(rows, drawn, strict=True):
+            entry = self._by_seq.get(row.seq_id)
+            if entry is None:
+                continue
+            held, number = entry
+            choice = held.choices[number]
+            choice.ahead += 1
+            choice.saw(1, now)
+            self._generated += 1
+            self.outbox.tokens(held.attempt, number, (token,))
+        self.send(self.outbox.frames(now))
 
     def _moved(self, held: Held, choice: Choice, event: str) -> None:
         """A choice's blocks were taken, or it has blocks again."""

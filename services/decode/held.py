@@ -32,6 +32,7 @@ class Choice:
     revoked: bool = False  # its blocks were taken before it began; it waits here for others
     preemptions: int = 0
     started_at: float = 0.0  # when its first step was planned
+    ahead: int = 0  # tokens of a stretch that were taken, and come once more in its update
     first_at: float = 0.0
     last_at: float = 0.0
 

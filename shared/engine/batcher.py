@@ -190,21 +190,34 @@ class Batcher:
 
     # ------------------------------------------------------------------------------------- steps
 
-    def plan(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None when depth + 1 steps are in flight or nothing can run.
+    def plan(self, now: float = 0.0, *, may_stretch: bool = False) -> StepPlan | None:
+        """The next step, or None when depth + 1 steps or a stretch are in flight, when a stretch comes next and waits
+        for the steps in flight, or nothing can run.
 
         Args:
             now: seconds on a monotonic clock, for dynamic batches and for what is told of a sequence's start.
+            may_stretch: who runs it can go on by itself, and nobody waits to give the batcher an order.
         """
-        if len(self._in_flight) > self.config.depth:
+        if self.is_stretching or len(self._in_flight) > self.config.depth:
             return None
-        scheduled = self._composer.compose(self.step_model, now)
+        repeats = self._composer.stretch(self.step_model) if may_stretch else 1
+        if repeats > 1 and self._in_flight:
+            return None
+        scheduled = self._composer.compose(self.step_model, now, repeats)
         if not scheduled:
             return None
         self._last_step += 1
-        plan = StepPlan(self._last_step, tuple(scheduled))
+        ending = frozenset[int]()
+        if repeats > 1:
+            ending = ending.union(*(self._sequences[row.seq_id].spec.ending_ids for row in scheduled))
+        plan = StepPlan(self._last_step, tuple(scheduled), repeats, ending)
         self._in_flight.append(plan)
         return plan
+
+    @property
+    def is_stretching(self) -> bool:
+        """True while a stretch is in flight: orders wait until it has ended, as its tokens are known by then only."""
+        return bool(self._in_flight) and self._in_flight[-1].repeats > 1
 
     def wait_s(self, now: float) -> float:
         """Seconds after which `plan` may find something although nothing happened meanwhile; infinity: never."""
@@ -221,6 +234,9 @@ class Batcher:
         self._in_flight.popleft()
         token_s = output.duration_s / plan.num_tokens
         bad_rows, told = output.bad_rows, output.logprobs
+        if left := plan.repeats - output.repeats:
+            for row in plan.sequences:
+                self._sequences[row.seq_id].unplan(left)
         for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
             logprobs = told.get(i, ()) if told else ()
             fault = (STUCK if i in output.stuck else NOT_FINITE) if i in bad_rows else ""
@@ -238,6 +254,7 @@ class Batcher:
         for row in plan.sequences:
             seq = self._sequences[row.seq_id]
             seq.steps_in_flight -= 1
+            seq.unplan(plan.repeats - 1)
             self._fail(seq, detail)
             self._let_go(seq)
         return self.take_updates()
@@ -319,7 +336,8 @@ class Batcher:
                 condemn(self.pool, seq)
             self._fail(seq, fault)
         elif not seq.finish:
-            seq.num_confirmed_tokens = row.start + len(row.token_ids)
+            # behind the first of a stretch each token it drew was computed too, but for the last
+            seq.num_confirmed_tokens = row.start + len(row.token_ids) + max(0, len(sampled) - row.num_sampled)
             if self._followers:
                 self._followers.serve(seq)
             first_seq, taken = seq.num_output_tokens, seq.append(sampled)

@@ -16,9 +16,10 @@ def require_sound(sequences: Mapping[str, Sequence], plans: Collection[StepPlan]
         plans: the steps in flight, at most `depth` + 1.
     """
     in_flight = [row.seq_id for plan in plans for row in plan.sequences]
+    steps = depth + max((plan.repeats for plan in plans), default=1)
     for seq_id, seq in sequences.items():
         assert seq.steps_in_flight == in_flight.count(seq_id), f"{seq_id}: steps in flight miscounted"
-        assert seq.num_placeholders <= depth + 1, f"{seq_id}: too many placeholders"
+        assert seq.num_placeholders <= steps, f"{seq_id}: too many placeholders"
         assert seq.num_confirmed_tokens <= seq.num_computed_tokens <= seq.spec.num_slots
         assert not any(seq.missing_blocks(seq.num_computed_tokens)), f"{seq_id}: computes beyond its blocks"
         assert not (seq.leaving and not seq.steps_in_flight), f"{seq_id}: nothing keeps it from leaving"

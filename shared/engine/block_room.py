@@ -137,6 +137,18 @@ class BlockRoom:
                 return False
         return True
 
+    def reach(self, seqs: Seq[Sequence], steps: int) -> int:
+        """Steps, at most so many, that all these have blocks for; more of them are taken where others need none."""
+        watermark = self._watermark()
+        for seq in seqs:
+            if seq.covers(seq.num_computed_tokens + steps):
+                continue
+            missing = seq.missing_blocks(min(seq.num_computed_tokens + steps, seq.spec.num_slots))
+            if blocks.has_room(self._pool, ((),) * len(missing), missing, watermark):
+                blocks.grow(self._pool, seq, missing)
+            steps = min(steps, seq.num_covered_tokens - seq.num_computed_tokens)
+        return steps
+
     def take_from(self, seq: Sequence) -> bool:
         """Preempt a sequence: now, or when its steps in flight have ended. False: it has nothing that can be taken."""
         if seq.pins or not _holds_for_itself(seq):

@@ -52,6 +52,7 @@ class DecodeLane:
         self._model, self._pools = model, pools
         self._step: DecodeStep | None = None
         self._seats: list[_Seat | None] = []
+        self._ran: tuple[int, int] | None = None  # rows and logits looked at, of the step last run
 
     def run(self, plan: StepPlan, last: Last, all_logits: bool = False) -> Drawn | None:
         """Compute a step; None, with nothing computed, when it is not one of decodes that draw by themselves.
@@ -64,6 +65,7 @@ class DecodeLane:
             ValueError, MemoryError: as `NativeModel.step`.
         """
         rows = plan.sequences
+        self._ran = None
         if plan.num_tokens != len(rows):  # a chunk of a prompt among them
             return None
         step = self._step
@@ -91,10 +93,27 @@ class DecodeLane:
                 raise Internal(f"step {plan.step}: {row.seq_id} has too few blocks for {row.start + 1} tokens") from exc
             looked_at += seat.looked_at
         drawn = step.run(len(rows), looked_at)
+        self._ran = len(rows), looked_at
         if not lost and min(drawn) >= 0:
             return Drawn(tuple([(token,) for token in drawn]), frozenset())
         bad = frozenset(lost).union(i for i, token in enumerate(drawn) if token < 0)
         return Drawn(tuple(() if i in bad else (token,) for i, token in enumerate(drawn)), bad)
+
+    def again(self) -> list[int] | None:
+        """Compute the step last run once more, each row with the token it drew: what they draw now.
+
+        None: it was not one of the lane's, or a row draws nothing.
+
+        Raises:
+            IndexError: a row has too few blocks; nothing was computed.
+            ValueError, MemoryError: as `NativeModel.step`.
+        """
+        if self._ran is None or self._step is None:
+            return None
+        count, looked_at = self._ran
+        self._step.follow(count)
+        drawn = self._step.run(count, looked_at)
+        return drawn if min(drawn) >= 0 else None
 
     @property
     def logits(self) -> Tensor:

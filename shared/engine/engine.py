@@ -1,6 +1,7 @@
 """The engine: three threads that turn a batcher's plans into steps.
 
     planner    owns the batcher and its block pool; runs posted commands between steps, without waiting for one
+               (but for the step that a stretch is at: a command ends it)
     executor   runs the runner, one step after the other; owns nothing
     collector  waits for what a runner only launched, in its order, while the executor launches the next
 
@@ -15,69 +16,30 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from shared.contracts.errors import Unavailable
 from shared.engine.batcher import Batcher
+from shared.engine.engine_parts import (
+    Blocks,
+    Command,
+    Done,
+    Launched,
+    PendingStep,
+    Runner,
+    Stop,
+    Zeroed,
+    Zeroing,
+    widen,
+    widen_later,
+    zeroed,
+)
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepObservation, context_of
 
 T = TypeVar("T")
-Blocks = tuple[tuple[int, int], ...]  # (group, block id)
-
-
-PendingStep = Callable[[], StepOutput]
-"""A launched step: a call waits for its end. Called once, by the collector thread, in the order of the launches."""
-
-
-class Runner(Protocol):
-    """What runs steps; called by the executor thread only."""
-
-    def run(self, plan: StepPlan) -> StepOutput | PendingStep:
-        """Compute one step, or launch it. Anything raised, here or by the wait, ends its sequences with an error."""
-        ...
-
-    def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> Callable[[], object] | None:
-        """Overwrite (group, block id) with zeros; or launch it before any later step, and return what waits for it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    run: Callable[[], None]
-    refuse: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    plan: StepPlan
-    result: StepOutput | Exception
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    plan: StepPlan
-    result: StepOutput | Exception | PendingStep
-    started: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Zeroing:
-    blocks: Blocks
-    wait: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Zeroed:
-    blocks: Blocks
-    error: Exception | None
-
-
-class _Stop:
-    pass
 
 
 class Engine:
@@ -91,6 +53,12 @@ class Engine:
         on_error: a step that failed, or a fault in a callback; the engine goes on.
         on_step: tokens, sequences, context and seconds of each step that succeeded.
         idle_tick_s: how often `progress` advances when nothing runs.
+        again: computes the step last run once more, each row with the token it drew, and answers what they draw; None,
+            with nothing told, where that cannot be or a row is bad. Called by the executor thread.
+
+    Attributes:
+        on_drawn: what each step of a stretch but its last drew, at once, by the executor thread; `on_updates` tells it
+            again when the stretch has ended. There are stretches only if both `again` and this are given.
     """
 
     def __init__(
@@ -102,19 +70,24 @@ class Engine:
         on_error: Callable[[Exception], None] = lambda error: None,
         on_step: Callable[[StepObservation], None] = lambda observation: None,
         idle_tick_s: float = 0.5,
+        again: Callable[[], Sequence[int] | None] | None = None,
     ) -> None:
+        self.on_drawn: Callable[[StepPlan, Sequence[int]], None] | None = None
         self._batcher = batcher
         self._runner = runner
         self._on_updates = on_updates
         self._on_error = on_error
         self._on_step = on_step
         self._idle_tick_s = idle_tick_s
-        self._inbox: queue.SimpleQueue[_Command | _Done | _Zeroed | _Stop] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[StepPlan | Blocks | _Stop] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[_Launched | _Zeroing | _Stop] = queue.SimpleQueue()
+        self._again = again
+        self._inbox: queue.SimpleQueue[Command | Done | Zeroed | Stop] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[StepPlan | Blocks | Stop] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[Launched | Zeroing | Stop] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _closed against a command posted while the planner leaves
         self._closed = False
         self._stopping = False
+        self._interrupted = False  # a stretch has to end with the step it is at
+        self._orders: list[Command | Stop] = []  # posted during a stretch
         self._launches = False  # the runner only launches steps
         self._zeroing = 0  # zero orders with the executor
         self._progress = 0
@@ -153,14 +126,19 @@ class Engine:
             self._close()
             return True
         deadline = time.monotonic() + timeout
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
+        self._interrupted = True
         threads = (self._planner, self._executor, self._collector)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)
 
-    def call(self, fn: Callable[[Batcher], T]) -> Future[T]:
-        """Run `fn` on the planner thread, between steps, in the order posted; never waits for a step in flight.
+    def call(self, fn: Callable[[Batcher], T], *, at_once: bool = True) -> Future[T]:
+        """Run `fn` on the planner thread, between steps, in the order posted. Waits for no step in flight but the one
+        that a stretch is at.
+
+        Args:
+            at_once: False waits for a stretch to end by itself.
 
         Returns:
             A future with what `fn` returns or raises; Unavailable (code `engine_stopped`) when the engine has stopped.
@@ -183,7 +161,9 @@ class Engine:
 
         with self._lock:
             if not self._closed:
-                self._inbox.put(_Command(run, refuse))
+                self._inbox.put(Command(run, refuse))
+                if at_once:  # behind the put: who begins a stretch sees one of the two
+                    self._interrupted = True
                 return future
         refuse()
         return future
@@ -193,10 +173,11 @@ class Engine:
     def _plan_loop(self) -> None:
         while not (self._stopping and self._executor_is_idle()):
             for item in self._take_inbox():
-                try:
-                    self._handle(item)
-                except Exception as exc:
-                    self._report_error(exc)
+                self._try_to_handle(item)
+                if isinstance(item, Done):
+                    orders, self._orders = self._orders, []
+                    for order in orders:
+                        self._try_to_handle(order)
             # while a step is out, a turn of this loop is no progress
             if self._executor_is_idle():
                 self._progress += 1
@@ -206,7 +187,7 @@ class Engine:
                 self._report_error(exc)
             # last: whoever hears of it wants the interpreter, and the executor its next step first
             self._publish()
-        self._work.put(_Stop())
+        self._work.put(Stop())
         self._close()
 
     def _close(self) -> None:
@@ -215,13 +196,13 @@ class Engine:
         # nothing can be posted any more: what is left was posted while stopping
         while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, _Command):
+            if isinstance(item, Command):
                 item.refuse()
 
     def _executor_is_idle(self) -> bool:
         return self._batcher.num_in_flight == 0 and self._zeroing == 0
 
-    def _take_inbox(self) -> list[_Command | _Done | _Zeroed | _Stop]:
+    def _take_inbox(self) -> list[Command | Done | Zeroed | Stop]:
         """Everything posted, in order; sleeps until there is something, a batch is due, or an idle tick has passed."""
         wait_s = self._idle_tick_s
         if self._batcher.num_in_flight == 0:  # else the step's end comes first
@@ -234,27 +215,35 @@ class Engine:
             items.append(self._inbox.get())
         return items
 
-    def _handle(self, item: _Command | _Done | _Zeroed | _Stop) -> None:
+    def _try_to_handle(self, item: Command | Done | Zeroed | Stop) -> None:
+        try:
+            self._handle(item)
+        except Exception as exc:
+            self._report_error(exc)
+
+    def _handle(self, item: Command | Done | Zeroed | Stop) -> None:
         match item:
-            case _Done():
+            case Command() | Stop() if self._batcher.is_stretching:
+                self._orders.append(item)
+            case Done():
                 self._end_step(item)
-            case _Command():
+            case Command():
                 self._publish()  # its answer must not overtake what came before it
                 if self._stopping:
                     item.refuse()
                 else:
                     item.run()
-            case _Zeroed(blocks, None):
+            case Zeroed(blocks, None):
                 self._zeroing -= 1
                 self._batcher.zeroed(blocks)
-            case _Zeroed(_, error):
+            case Zeroed(_, error):
                 # the blocks stay held: better a smaller pool than somebody else's KV
                 self._zeroing -= 1
                 self._report_error(error)
-            case _Stop():
+            case Stop():
                 self._stopping = True
 
-    def _end_step(self, done: _Done) -> None:
+    def _end_step(self, done: Done) -> None:
         plan, result = done.plan, done.result
         try:
             if isinstance(result, Exception):
@@ -265,10 +254,15 @@ class Engine:
             self._news += self._batcher.fail_step(plan.step, f"{type(exc).__name__} in step {plan.step}")
         else:
             try:
-                self._on_step(StepObservation(plan.num_tokens, len(plan.sequences), context_of(plan), done.duration_s))
+                self._observe(plan, done.duration_s, result.repeats)
             except Exception as exc:
                 self._report_error(exc)
         self._progress += 1
+
+    def _observe(self, plan: StepPlan, duration_s: float, repeats: int) -> None:
+        count, context = len(plan.sequences), context_of(plan)
+        for i in range(repeats):
+            self._on_step(StepObservation(plan.num_tokens, count, context + i * count, duration_s / repeats))
 
     def _advance(self) -> None:
         """Hand the executor all it may have: blocks to zero first, then steps up to the depth."""
@@ -276,8 +270,18 @@ class Engine:
         if blocks:
             self._zeroing += 1
             self._work.put(blocks)
-        while not self._stopping and (plan := self._batcher.plan(time.monotonic())) is not None:
+        may_stretch = self._may_stretch()
+        while not self._stopping:
+            plan = self._batcher.plan(time.monotonic(), may_stretch=may_stretch)
+            if plan is None:
+                return
             self._work.put(plan)
+
+    def _may_stretch(self) -> bool:
+        if self._again is None or self.on_drawn is None or self._batcher.is_stretching:
+            return False
+        self._interrupted = False  # before the look: what is posted from now on raises it
+        return self._inbox.empty()
 
     def _publish(self) -> None:
         updates, self._news = self._news, []
@@ -302,7 +306,7 @@ class Engine:
         while True:
             work = self._work.get()
             match work:
-                case _Stop():
+                case Stop():
                     self._launched.put(work)
                     return
                 case StepPlan():
@@ -318,21 +322,44 @@ class Engine:
         try:
             if not lost or lost.isdisjoint(row.seq_id for row in plan.sequences):
                 result = self._runner.run(plan)
+                if plan.repeats > 1 and isinstance(result, StepOutput):
+                    result = self._stretch(plan, result, started)
             elif sound := tuple(i for i, row in enumerate(plan.sequences) if row.seq_id not in lost):
                 part = self._runner.run(replace(plan, sequences=tuple(plan.sequences[i] for i in sound)))
-                result = _widen(plan, part, sound) if isinstance(part, StepOutput) else _widen_later(plan, part, sound)
+                result = widen(plan, part, sound) if isinstance(part, StepOutput) else widen_later(plan, part, sound)
             else:
-                result = _widen(plan, StepOutput(plan.step, ()), ())
+                result = widen(plan, StepOutput(plan.step, ()), ())
         except Exception as exc:
             result = exc
         if isinstance(result, Exception):
             self._note_broken(plan)
         self._launches = self._launches or not isinstance(result, StepOutput | Exception)
         if self._launches:  # steps end in order, also those that never began
-            self._launched.put(_Launched(plan, result, started))
+            self._launched.put(Launched(plan, result, started))
         else:
             assert isinstance(result, StepOutput | Exception)
-            self._inbox.put(_Done(plan, result, time.perf_counter() - started))
+            self._inbox.put(Done(plan, result, time.perf_counter() - started))
+
+    def _stretch(self, plan: StepPlan, first: StepOutput, started: float) -> StepOutput:
+        """Go on behind the first step of a stretch until all its steps are computed, a row ends or somebody wants the
+        planner."""
+        again, tell = self._again, self.on_drawn
+        if first.bad_rows or again is None or tell is None:
+            return first
+        drawn: Sequence[int] = [tokens[0] for tokens in first.sampled]
+        steps = [drawn]
+        while len(steps) < plan.repeats and not self._interrupted and plan.ending.isdisjoint(drawn):
+            try:
+                tell(plan, drawn)
+                more = again()
+            except Exception as exc:  # the step is planned anew, and fails for good if it does again
+                self._report_error(exc)
+                break
+            if more is None:
+                break
+            steps.append(drawn := more)
+        taken_s = time.perf_counter() - started
+        return StepOutput(plan.step, tuple(zip(*steps, strict=True)), duration_s=taken_s, repeats=len(steps))
 
     def _lost(self, plan: StepPlan) -> frozenset[str]:
         """Sequences of failed steps that were planned when this plan was."""
@@ -343,12 +370,12 @@ class Engine:
         try:
             wait = self._runner.zero_blocks(blocks)
         except Exception as exc:
-            self._inbox.put(_Zeroed(blocks, exc))
+            self._inbox.put(Zeroed(blocks, exc))
             return
         if wait is None:
-            self._inbox.put(_Zeroed(blocks, None))
+            self._inbox.put(Zeroed(blocks, None))
         else:  # until then they are nobody's: whoever gets them may fill them by another way than a step
-            self._launched.put(_Zeroing(blocks, wait))
+            self._launched.put(Zeroing(blocks, wait))
 
     def _note_broken(self, plan: StepPlan) -> None:
         self._broken.append((plan.step, frozenset(row.seq_id for row in plan.sequences)))
@@ -357,9 +384,9 @@ class Engine:
 
     def _collect_loop(self) -> None:
         last_end = 0.0
-        while not isinstance(launched := self._launched.get(), _Stop):
-            if isinstance(launched, _Zeroing):
-                self._inbox.put(_zeroed(launched.blocks, launched.wait))
+        while not isinstance(launched := self._launched.get(), Stop):
+            if isinstance(launched, Zeroing):
+                self._inbox.put(zeroed(launched.blocks, launched.wait))
                 continue
             result = launched.result
             if not isinstance(result, StepOutput | Exception):
@@ -370,30 +397,5 @@ class Engine:
                     self._note_broken(launched.plan)
             end = time.perf_counter()
             # a step launched while the one before ran began when that one ended
-            self._inbox.put(_Done(launched.plan, result, end - max(launched.started, last_end)))
+            self._inbox.put(Done(launched.plan, result, end - max(launched.started, last_end)))
             last_end = end
-
-
-def _zeroed(blocks: Blocks, wait: Callable[[], object]) -> _Zeroed:
-    try:
-        wait()
-    except Exception as exc:
-        return _Zeroed(blocks, exc)
-    return _Zeroed(blocks, None)
-
-
-def _widen(plan: StepPlan, part: StepOutput, sound: tuple[int, ...]) -> StepOutput:
-    """The output of a whole plan from that of some of its rows; the others get tokens that nobody will read."""
-    if len(part.sampled) != len(sound):
-        raise ValueError(f"step {plan.step}: the output does not fit the plan")
-    sampled = [(0,) * row.num_sampled for row in plan.sequences]
-    for i, tokens in zip(sound, part.sampled, strict=True):
-        sampled[i] = tokens
-    logprobs = {sound[i]: found for i, found in part.logprobs.items()}
-    bad_rows = frozenset(sound[i] for i in part.bad_rows)
-    stuck = frozenset(sound[i] for i in part.stuck)
-    return replace(part, sampled=tuple(sampled), bad_rows=bad_rows, logprobs=logprobs, stuck=stuck)
-
-
-def _widen_later(plan: StepPlan, part: PendingStep, sound: tuple[int, ...]) -> PendingStep:
-    return lambda: _widen(plan, part(), sound)

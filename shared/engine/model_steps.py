@@ -21,16 +21,30 @@ class ModelSteps:
     zero: Callable[[int, Iterable[int]], None]
     share: CoreShare | None = None
     use_threads: Callable[[int], None] | None = None
+    again: Callable[[], Sequence[int] | None] | None = None  # None: each step is planned by itself
     _told: int = 0  # threads
 
     def run(self, plan: StepPlan) -> StepOutput:
         if self.share is None:
             return self.step(plan)
         with self.share.step() as threads:
-            if threads != self._told and self.use_threads is not None:
-                self.use_threads(threads)
-                self._told = threads
+            self._use(threads)
             return self.step(plan)
+
+    def run_again(self) -> Sequence[int] | None:
+        """As `again`, on this worker's share of the cores."""
+        if self.again is None:
+            return None
+        if self.share is None:
+            return self.again()
+        with self.share.step() as threads:
+            self._use(threads)
+            return self.again()
+
+    def _use(self, threads: int) -> None:
+        if threads != self._told and self.use_threads is not None:
+            self.use_threads(threads)
+            self._told = threads
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
         for group, block_id in blocks:

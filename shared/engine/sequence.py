@@ -73,6 +73,7 @@ class Sequence:
     urgency: tuple[int, int] = field(init=False)  # for sorting: higher classes first, and in each the oldest
     _ending: frozenset[int] = field(init=False)
     _looks_back: bool = field(init=False)
+    _plain: bool = field(init=False)  # its draws ask for nothing but the logits
     _num_scored: int = field(init=False)
     _most: int = field(init=False)  # tokens it can come to have
     _reported: list[int] = field(init=False)  # blocks per group named in updates so far
@@ -98,6 +99,8 @@ class Sequence:
         spec = self.spec
         self.urgency = (spec.rank, self.order)
         self._ending, self._looks_back, self._num_scored = spec.ending_ids, spec.sampling.looks_back, spec.num_scored
+        asks = spec.sampling.adjusts or spec.sampling.logprobs >= 0 or spec.num_scored
+        self._plain = not (asks or spec.compute_only)
         self._most = sys.maxsize if spec.compute_only else spec.num_prompt_tokens + spec.sampling.max_tokens
         self._nothing = ((),) * len(self.tables)
 
@@ -172,9 +175,14 @@ class Sequence:
 
     def covers(self, num_tokens: int) -> bool:
         """True when its tables hold [0, num_tokens)."""
+        return num_tokens <= self.num_covered_tokens
+
+    @property
+    def num_covered_tokens(self) -> int:
+        """Tokens that its tables hold."""
         if self._known is not self.tables:
             self._look_at_tables()
-        return num_tokens <= self._covered
+        return self._covered
 
     def _look_at_tables(self) -> None:
         self._known = self.tables
@@ -217,27 +225,44 @@ class Sequence:
         self._spared_until = len(self.tokens) + min(table.block_size for table in tables)
         self.preempted, self.passed_over = False, 0
 
-    def schedule(self, num_tokens: int, now: float = 0.0) -> ScheduledSequence:
+    @property
+    def most_steps(self) -> int:
+        """Steps it could go through with nobody planning in between; 0: its next step is not a plain decode."""
+        if not self._plain or self.num_pending_tokens != 1 or self.num_computed_tokens < max(1, self._furthest):
+            return 0
+        return self._most - len(self.tokens) - self.num_placeholders if self.num_scheduled_tokens else 0
+
+    def unplan(self, steps: int) -> None:
+        """So many steps of its stretch in flight, the last ones, were not computed."""
+        self.num_computed_tokens -= steps
+        self.num_scheduled_tokens -= steps
+        self.num_placeholders -= steps
+        self._furthest -= steps
+
+    def schedule(self, num_tokens: int, now: float = 0.0, repeats: int = 1) -> ScheduledSequence:
         """Plan the next `num_tokens` and advance; samples if they reach the end of its tokens.
+
+        Args:
+            repeats: steps of a stretch, each computing the token that the one before drew.
 
         Raises:
             IndexError: its tables do not hold them.
         """
         spec, params, start = self.spec, self.spec.sampling, self.num_computed_tokens
-        end = start + num_tokens
+        end = start + num_tokens + repeats - 1
         if not self.covers(end):
             raise IndexError(f"{spec.seq_id}: {end} tokens, and blocks for {self._covered}")
         if not self.num_scheduled_tokens:
             self.started_at = now
-        known = tuple(self.tokens[start:end])
-        samples = end == len(self.tokens) + self.num_placeholders and not spec.compute_only
+        known = tuple(self.tokens[start : start + num_tokens])
+        samples = start + num_tokens == len(self.tokens) + self.num_placeholders and not spec.compute_only
         self.num_computed_tokens = end
-        self.num_scheduled_tokens += num_tokens
+        self.num_scheduled_tokens += end - start
         if start < self._furthest:
             self.num_redone_tokens += min(end, self._furthest) - start
         if end > self._furthest:
             self._furthest = end
-        self.num_placeholders += samples
+        self.num_placeholders += samples * repeats
         self.steps_in_flight += 1
         scored = self._take_scored(start, end) if start < self._num_scored else ()
         return ScheduledSequence(

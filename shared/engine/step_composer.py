@@ -15,6 +15,8 @@ from shared.engine.sequence import Sequence
 from shared.engine.step_plan import ScheduledSequence
 from shared.engine.step_time import StepTimeModel
 
+LEAST_STEPS, MOST_STEPS = 4, 64
+"""Of a stretch: for fewer it does not pay that nothing is planned ahead when it begins and ends."""
 SCORED_CHUNK = 64
 """Most prompt tokens in a step whose log-probabilities are wanted: each makes a row of logits, which take memory."""
 
@@ -34,7 +36,28 @@ class StepComposer:
         size = min(config.batch_size, config.max_num_seqs)
         self._policy = make_policy(config.batching, size, config.batch_window_s)
 
-    def compose(self, model: StepTimeModel, now: float) -> list[ScheduledSequence]:
+    def stretch(self, model: StepTimeModel) -> int:
+        """Steps that may be planned at once, with blocks for all of them; 1: no more than one.
+
+        That is where all who are here decode, plainly. Whoever comes meanwhile ends the stretch with the step it is at.
+        """
+        if not (self._config.stretch_s and self._policy.admits_all):
+            return 1
+        seqs, most = list[Sequence](), MOST_STEPS
+        for seq in self._sequences.values():
+            if not seq.finish:
+                most = min(most, seq.most_steps)
+                if most < LEAST_STEPS:
+                    return 1
+                seqs.append(seq)
+        if not seqs:
+            return 1
+        step_s = model.predict(len(seqs), len(seqs), sum(seq.num_computed_tokens + 1 for seq in seqs))
+        most = min(most, int(self._config.stretch_s / max(1e-9, step_s)))
+        most = self._room.reach(seqs, most) if most >= LEAST_STEPS else 1
+        return most if most >= LEAST_STEPS else 1
+
+    def compose(self, model: StepTimeModel, now: float, repeats: int = 1) -> list[ScheduledSequence]:
         """The rows of the next step, their sequences advanced; none when nothing can run.
 
         Sequences one token behind come first, one row each, the most urgent class and the oldest before others; then
@@ -43,6 +66,7 @@ class StepComposer:
 
         Args:
             now: seconds on a monotonic clock.
+            repeats: of all rows, as found by `stretch` just before.
         """
         allowed = _Lazily(self._allowed, now)
         if self._room.has_homeless:
@@ -56,7 +80,7 @@ class StepComposer:
                     decodes.append(seq)
                 else:
                     behind.append((seq, count))
-        scheduled = self._schedule_decodes(decodes, allowed, now)
+        scheduled = self._schedule_decodes(decodes, allowed, now, repeats)
         # taking blocks for those may have ended the turn of others
         behind = [(seq, count) for seq, count in behind if seq.num_pending_tokens]
         if behind or self._fair.saves:
@@ -67,7 +91,9 @@ class StepComposer:
         """See `Batcher.wait_s`."""
         return self._policy.wait_s(now)
 
-    def _schedule_decodes(self, seqs: list[Sequence], allowed: _Lazily, now: float) -> list[ScheduledSequence]:
+    def _schedule_decodes(
+        self, seqs: list[Sequence], allowed: _Lazily, now: float, repeats: int
+    ) -> list[ScheduledSequence]:
         seqs.sort(key=urgency)
         scheduled = []
         for seq in seqs:
@@ -77,7 +103,7 @@ class StepComposer:
                     continue
             elif seq.leaving or seq.preempted:
                 continue
-            scheduled.append(seq.schedule(1, now))
+            scheduled.append(seq.schedule(1, now, repeats))
         return scheduled
 
     def _schedule_prompts(

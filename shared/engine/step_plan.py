@@ -41,10 +41,16 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step, planned. Never empty. `step` counts from 1 without gaps."""
+    """A step, planned. Never empty. `step` counts from 1 without gaps.
+
+    Of a stretch, `repeats` > 1, all rows are decodes: computed so many times over, each row going on with the token it
+    drew. It may end before that, and does when a row draws one of `ending`.
+    """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
+    repeats: int = 1
+    ending: frozenset[int] = frozenset()
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,19 +62,23 @@ class StepOutput:
     """What a step produced, in the plan's order."""
 
     step: int
-    sampled: tuple[tuple[int, ...], ...]  # per sequence: one token id per row drawn from, () where nothing was sampled
+    sampled: tuple[tuple[int, ...], ...]
+    """Per sequence: one token id per row drawn from, of a stretch one a step; () where nothing was sampled."""
     bad_rows: frozenset[int] = field(default_factory=frozenset)  # indices of sequences whose logits were not finite
     duration_s: float = 0.0  # shared out among the sequences by their tokens
     logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     """Per index of a sequence that asked: of its scored tokens, then of those sampled."""
     stuck: frozenset[int] = frozenset()  # those of bad_rows whose logits were sound, and whose grammar ended them
+    repeats: int = 1  # how many times over it was computed: at most as often as planned
 
 
 def require_fit(plan: StepPlan, output: StepOutput) -> None:
     """Raises ValueError when a sequence that samples lacks its tokens; one with bad rows need not have any."""
     if len(output.sampled) != len(plan.sequences):
         raise ValueError(f"step {plan.step}: the output has {len(output.sampled)} of {len(plan.sequences)} sequences")
+    if not 1 <= output.repeats <= plan.repeats:
+        raise ValueError(f"step {plan.step}: computed {output.repeats} times, planned {plan.repeats} times")
     for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
-        wanted = row.num_sampled
+        wanted = row.num_sampled * output.repeats
         if len(sampled) != wanted and i not in output.bad_rows:
             raise ValueError(f"step {plan.step}: {len(sampled)} tokens where {wanted} were to be sampled")

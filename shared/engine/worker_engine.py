@@ -26,7 +26,8 @@ from shared.engine.batcher_config import BatcherConfig
 from shared.engine.batching_policy import Batching
 from shared.engine.calibration import Calibration, timed_alone
 from shared.engine.core_share import CoreShare, open_share
-from shared.engine.engine import Engine, Runner
+from shared.engine.engine import Engine
+from shared.engine.engine_parts import Runner
 from shared.engine.model_steps import ModelSteps
 from shared.engine.prompt_budget import NO_TARGET
 from shared.engine.sequence_update import SequenceUpdate
@@ -40,6 +41,8 @@ log = logging.getLogger("baton.worker")
 
 DEFAULT_POOL_BYTES = 256 * 1024 * 1024
 """When nobody decided on a size: `./baton up` derives one from free memory."""
+STRETCH_S = 0.25
+"""How long decodes go on with nobody planning, while nobody comes: so much later are their blocks tagged."""
 REFINE_EVERY = 32
 """Decode steps between refinements of the step-time model, each of which costs as much as the bookkeeping of several.
 Steps with prompt tokens are rarer, cost more and tell more: each one refines it."""
@@ -117,6 +120,7 @@ class WorkerEngine:
     kernel_cpu_s: Callable[[], float] | None = None  # processor seconds spent in native kernels so far
     grammars: LazyCompiler | None = None  # None: it samples under no grammar
     quick_rows: Callable[[], tuple[int, int]] | None = None  # as `NativeDecoder.quick_rows`
+    again: Callable[[], Sequence[int] | None] | None = None  # as of `Engine`
     on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
@@ -135,6 +139,7 @@ class WorkerEngine:
             max_num_seqs=o.max_num_seqs,
             chunk_size=o.chunk_size,
             depth=o.depth,
+            stretch_s=STRETCH_S if self.again is not None else 0.0,
             grammars_wait=o.device == "cuda",
             batching=o.batching,
             batch_size=o.batch_size,
@@ -147,6 +152,7 @@ class WorkerEngine:
             lambda updates: self.on_updates(updates),
             on_error=lambda error: log.error("engine: %s", error, exc_info=error),
             on_step=self._observe,
+            again=self.again,
         )
 
     @property
@@ -352,14 +358,15 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     log.info("KV pool: %d of %d MiB in huge pages", pool.huge_bytes >> 20, layout.total_bytes >> 20)
     try:
         grammars = LazyCompiler(options.model_dir, facts.eos_token_ids)
-        run = ModelRunner(model, pool, masks=RowMasks(grammars, model.config.vocab_size)).run
+        runner = ModelRunner(model, pool, masks=RowMasks(grammars, model.config.vocab_size))
         native = model if isinstance(model, NativeDecoder) else None
         use_threads = native.use_threads if native else None
         share = open_share(options.kv_dir / "cores", worker, options.cores) if options.cores else None
-        steps = ModelSteps(run, pool.zero_blocks, share, use_threads)
+        steps = ModelSteps(runner.run, pool.zero_blocks, share, use_threads, runner.again if native else None)
         kernel_cpu_s = native.kernel_cpu_s if native else None
         quick_rows = native.quick_rows if native else None
-        return WorkerEngine(options, facts, pool, steps, share, kernel_cpu_s, grammars, quick_rows)
+        again = steps.run_again if native else None
+        return WorkerEngine(options, facts, pool, steps, share, kernel_cpu_s, grammars, quick_rows, again)
     except BaseException:
         pool.close()
         raise

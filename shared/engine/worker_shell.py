@@ -168,9 +168,12 @@ class WorkerShell:
 
     # ------------------------------------------------------------------------------------------ for roles
 
-    async def call(self, fn: Callable[[Batcher], T]) -> T:
-        """Run `fn` on the planner thread. Raises what it raises, and Unavailable when the engine has stopped."""
-        return await asyncio.wrap_future(self.core.engine.call(fn))
+    async def call(self, fn: Callable[[Batcher], T], *, at_once: bool = True) -> T:
+        """Run `fn` on the planner thread; `at_once` as of `Engine.call`.
+
+        Raises what it raises, and Unavailable when the engine has stopped.
+        """
+        return await asyncio.wrap_future(self.core.engine.call(fn, at_once=at_once))
 
     def post(self, fn: Callable[[Batcher], object]) -> None:
         """Like `call`, for what needs no answer. A fault is logged; nobody waits for it."""
@@ -189,8 +192,12 @@ class WorkerShell:
 
     def _hop(self, updates: list[SequenceUpdate]) -> None:
         """On the planner thread: one wake-up of the event loop per step."""
+        self.hop(self._role.take_updates, updates)
+
+    def hop(self, fn: Callable[..., object], *arguments: object) -> None:
+        """On any thread: call on the event loop, in the order of the calls here."""
         try:
-            self._loop.call_soon_threadsafe(self._role.take_updates, updates)
+            self._loop.call_soon_threadsafe(fn, *arguments)
         except RuntimeError:
             log.debug("the loop is closed: the process is ending")
 
@@ -216,9 +223,9 @@ class WorkerShell:
         self.metrics.set(names.RESERVATIONS, len(self._role.attempts()))
         self.metrics.total(names.BUS_DROPPED, self.publisher.lost, reason="unsent")
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, at_once: bool = True) -> None:
         with contextlib.suppress(BatonError):
-            self._gauges = await self.call(lambda batcher: batcher.gauges())
+            self._gauges = await self.call(lambda batcher: batcher.gauges(), at_once=at_once)
 
     async def _beat_loop(self) -> None:
         refresh: asyncio.Task[None] | None = None
@@ -230,11 +237,12 @@ class WorkerShell:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S - BEAT_ON_CHANGE_S):
                     await self._changed.wait()
+            changed = self._changed.is_set()
             self._changed.clear()
             self.tagger.pool_changed()
             # An engine that hangs must not stop the beat: its counter standing still is the news.
             if refresh is None or refresh.done():
-                refresh = self._loop.create_task(self._refresh())
+                refresh = self._loop.create_task(self._refresh(at_once=changed))
                 await asyncio.wait({refresh}, timeout=BEAT_ON_CHANGE_S)
 
     async def _tick_loop(self) -> None:

@@ -90,7 +90,8 @@ class Tagger:
         """Tag what has a tag, and publish what changed."""
         taggings, self._taggings = self._taggings, []
         snapshot, self._snapshot = self._snapshot, False
-        stored, removed = await asyncio.wrap_future(self._engine.call(lambda b: _tag_and_drain(b, taggings, snapshot)))
+        asked = self._engine.call(lambda b: _tag_and_drain(b, taggings, snapshot), at_once=snapshot)
+        stored, removed = await asyncio.wrap_future(asked)
         if not snapshot and not any(stored) and not any(removed):
             return
         self._number += 1

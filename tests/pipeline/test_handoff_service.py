@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shared.contracts import messages as m
 from shared.contracts.ids import BlockTag
 from shared.contracts.parts import GroupTags
 from shared.contracts.sampling import SamplingParams
+from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerOptions
 from shared.kv.handoff import Pull
 from shared.kv.transfer import PullResult
@@ -54,6 +56,32 @@ async def test_handed_off_equals_local(model_dir: Path, tmp_path: Path) -> None:
             assert totals.received_tokens == length - 1
             assert totals.computed_tokens == 16
         await c.driver.idle([c.decode_id, c.prefill_id])
+        await c.check()
+
+
+async def test_tokens_of_a_stretch_come_one_by_one_and_once(model_dir: Path, tmp_path: Path) -> None:
+    sampling = msgspec.structs.replace(SAMPLED, max_tokens=40)
+    async with cell(real(model_dir, tmp_path), real(model_dir, tmp_path)) as c:
+        engine = c.decode.shell.core.engine
+        tell, told = engine.on_drawn, list[int]()
+
+        def counted(plan: StepPlan, drawn: Sequence[int]) -> None:
+            assert tell is not None
+            told.extend(drawn)
+            tell(plan, drawn)
+
+        engine.on_drawn = counted
+        in_stretches = await c.local(PROMPT, a=attempt("req-s"), sampling=sampling)
+        engine.on_drawn = None
+        by_steps = await c.local(PROMPT, a=attempt("req-o"), sampling=sampling)
+        assert in_stretches == by_steps
+        assert told
+        first, second = (c.driver.finals[attempt(name).request_id].totals for name in ("req-s", "req-o"))
+        assert first is not None
+        assert second is not None
+        assert (first.completion_tokens, first.checksum) == (second.completion_tokens, second.checksum)
+        assert first.wasted_tokens == 0
+        await c.driver.idle([c.decode_id])
         await c.check()
 
 

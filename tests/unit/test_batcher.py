@@ -48,13 +48,19 @@ def next_token(seq_id: str, position: int) -> int:
     return 8 + (sum(seq_id.encode()) + position * 5) % 11 if (sum(seq_id.encode()) + position) % 9 else EOS
 
 
-def output_of(plan: StepPlan, tokens: Tokens = next_token, bad_rows: frozenset[int] = frozenset()) -> StepOutput:
-    """What a runner answers: a token where one is sampled, none after a bad row."""
+def output_of(
+    plan: StepPlan, tokens: Tokens = next_token, bad_rows: frozenset[int] = frozenset(), repeats: int = 1
+) -> StepOutput:
+    """What a runner answers: a token where one is sampled, none after a bad row. A stretch ends where a row does."""
+    steps = [
+        tuple(tokens(row.seq_id, row.start + len(row.token_ids) + n) for row in plan.sequences) for n in range(repeats)
+    ]
+    over = next((n for n, drawn in enumerate(steps, start=1) if not plan.ending.isdisjoint(drawn)), repeats)
     sampled = tuple(
-        (tokens(row.seq_id, row.start + len(row.token_ids)),) if row.sampling is not None and i not in bad_rows else ()
+        tuple(drawn[i] for drawn in steps[:over]) if row.sampling is not None and i not in bad_rows else ()
         for i, row in enumerate(plan.sequences)
     )
-    return StepOutput(plan.step, sampled, bad_rows)
+    return StepOutput(plan.step, sampled, bad_rows, repeats=over)
 
 
 def constant(token_id: int) -> Tokens:
@@ -542,12 +548,18 @@ def test_a_pull_in_flight_holds_the_blocks_of_a_cancelled_sequence() -> None:
 class BatcherMachine(RuleBasedStateMachine):
     """Random arrivals, steps, ends and hand-offs; each sequence must see exactly its own tokens, and all must end."""
 
-    DEPTH = 1
+    DEPTH, STRETCH_S = 1, 0.0
 
     def __init__(self) -> None:
         super().__init__()
         self.batcher = make_batcher(
-            num_blocks=13, groups=2, depth=self.DEPTH, max_num_seqs=6, token_budget=11, quantum=3
+            num_blocks=13,
+            groups=2,
+            depth=self.DEPTH,
+            max_num_seqs=6,
+            token_budget=11,
+            quantum=3,
+            stretch_s=self.STRETCH_S,
         )
         self.numbers = itertools.count()
         self.specs: dict[str, SequenceSpec] = {}
@@ -586,6 +598,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def tag_of(tokens: list[int] | tuple[int, ...], position: int) -> BlockTag:
         return BlockTag(repr(tuple(tokens[: (position + 1) * BLOCK])).encode())
 
+    @precondition(lambda self: not self.batcher.is_stretching)  # the engine lets orders wait
     @rule(
         prompt=st.integers(1, 22),
         max_tokens=st.integers(1, 12),
@@ -623,10 +636,11 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         self.zeroing += self.batcher.take_blocks_to_zero()
-        plan = self.batcher.plan()
+        plan = self.batcher.plan(may_stretch=True)
         if plan is None:
             return
         assert plan.num_tokens <= 11
+        assert plan.repeats == 1 or not self.flying
         assert len({row.seq_id for row in plan.sequences}) == len(plan.sequences)
         self.flying.append(plan)
         assert len(self.flying) <= self.DEPTH + 1
@@ -639,9 +653,10 @@ class BatcherMachine(RuleBasedStateMachine):
             self.take(self.batcher.fail_step(plan.step, "boom"))
             return
         bad = frozenset({data.draw(st.integers(0, len(plan.sequences) - 1))} if fate == "bad" else ())
-        self.take(self.batcher.commit(output_of(plan, bad_rows=bad)))
+        repeats = data.draw(st.integers(1, plan.repeats)) if plan.repeats > 1 and not bad else 1
+        self.take(self.batcher.commit(output_of(plan, bad_rows=bad, repeats=repeats)))
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.live and not self.batcher.is_stretching)
     @rule(data=st.data(), how=st.sampled_from(["cancel", "finish", "release"]))
     def touch(self, data: Any, how: str) -> None:
         seq_id = data.draw(st.sampled_from(sorted(self.live)))
@@ -670,7 +685,7 @@ class BatcherMachine(RuleBasedStateMachine):
             self.pulling.remove(seq_id)
             self.batcher.unpin(seq_id)
 
-    @precondition(lambda self: self.sources)
+    @precondition(lambda self: self.sources and not self.batcher.is_stretching)
     @rule(data=st.data())
     def unpin(self, data: Any) -> None:
         seq_id = data.draw(st.sampled_from(sorted(self.sources)))
@@ -717,19 +732,25 @@ class BatcherMachine(RuleBasedStateMachine):
             if not self.flying:
                 break
             plan = self.flying.pop(0)
-            self.take(self.batcher.commit(output_of(plan)))
+            self.take(self.batcher.commit(output_of(plan, repeats=plan.repeats)))
 
 
 class EagerBatcherMachine(BatcherMachine):
     DEPTH = 0
 
 
+class StretchingBatcherMachine(BatcherMachine):
+    STRETCH_S = 1.0
+
+
 _SETTINGS = settings(
     max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-BatcherMachine.TestCase.settings = EagerBatcherMachine.TestCase.settings = _SETTINGS
+for _machine in (BatcherMachine, EagerBatcherMachine, StretchingBatcherMachine):
+    _machine.TestCase.settings = _SETTINGS
 TestOneStepAhead = BatcherMachine.TestCase
 TestNoStepAhead = EagerBatcherMachine.TestCase
+TestStretches = StretchingBatcherMachine.TestCase
 
 
 def test_the_machine_finds_a_broken_fence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -738,6 +759,13 @@ def test_the_machine_finds_a_broken_fence(monkeypatch: pytest.MonkeyPatch) -> No
     mutated = settings(_SETTINGS, database=None, print_blob=False, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, KeyError, ValueError, FlakyFailure)):
         run_state_machine_as_test(BatcherMachine, settings=mutated)
+
+
+def test_the_machine_finds_steps_of_a_stretch_that_were_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sequence, "unplan", lambda self, steps: None)
+    mutated = settings(_SETTINGS, database=None, print_blob=False, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises((AssertionError, KeyError, ValueError, FlakyFailure)):
+        run_state_machine_as_test(StretchingBatcherMachine, settings=mutated)
 
 
 def test_a_step_is_shared_out_by_tokens_into_seconds_of_prompt_and_of_output() -> None:

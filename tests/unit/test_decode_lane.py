@@ -138,6 +138,47 @@ def test_one_in_a_crowd_keeps_its_tokens(ways: tuple[Way, Way]) -> None:
         free = list(range(NUM_BLOCKS))
 
 
+def test_a_stretch_is_the_same_as_its_steps(ways: tuple[Way, Way]) -> None:
+    short, long = ways
+    free = list(range(NUM_BLOCKS))
+    random.Random(3).shuffle(free)
+    texts = [Text(f"t{i}", 3 + 17 * i, HOW[i % 3], free) for i in range(5)]
+    for text, (token,) in zip(texts, run(ways, 1, *(text.row() for text in texts)).sampled, strict=True):
+        text.tokens.append(token)
+    steps = 2 * BLOCK + 5
+    for text in texts:  # with blocks for all of it
+        text.tables = (text.tables[0] + tuple(free.pop() for _ in range(3)),)
+    first = StepPlan(2, tuple(text.row() for text in texts), repeats=steps)
+    drawn = [[token for (token,) in short.runner.run(first).sampled]]
+    while len(drawn) < steps:
+        more = short.runner.again()
+        assert more is not None
+        drawn.append(more)
+    for number, tokens in enumerate(drawn, start=2):
+        rows = first.sequences if number == 2 else tuple(text.row() for text in texts)
+        assert [token for (token,) in long.runner.run(StepPlan(number, rows)).sampled] == tokens
+        for text, token in zip(texts, tokens, strict=True):
+            text.tokens.append(token)
+    one, two = (way.pool.views()[0].view(torch.uint8) for way in ways)
+    assert torch.equal(one, two)
+
+
+def test_what_is_not_the_lanes_is_not_done_again(ways: tuple[Way, Way]) -> None:
+    short, long = ways
+    text = Text("t", 9, GREEDY, list(range(NUM_BLOCKS)))
+    chunk = StepPlan(1, (text.row(),))
+    for way in ways:
+        (token,) = way.runner.run(chunk).sampled[0]
+        assert way.runner.again() is None
+    text.tokens.append(token)
+    plan = StepPlan(2, (text.row(),))
+    for way in ways:
+        way.runner.run(plan)
+    assert long.runner.again() is None
+    short.pool.views()[0].view(torch.uint8).fill_(0xFF)  # not a number anywhere
+    assert short.runner.again() is None
+
+
 def test_a_bad_row_is_told_and_its_next_one_too(ways: tuple[Way, Way]) -> None:
     free = list(range(NUM_BLOCKS))
     texts = [Text("good", 9, GREEDY, free), Text("bad", 9, HOW[1], free)]
