@@ -32,6 +32,7 @@ def request(arrived: float = 100.0) -> tuple[Metrics, RequestMetrics]:
 
 
 def total(metrics: Metrics, metric: Metric) -> float:
+    metrics.exposition()  # what waits together goes in
     return metrics.registry.get_sample_value(f"{metric.name}_sum", {"model_name": "m"}) or 0.0
 
 
