@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from kernels.activation.triton_kernel import GATES, gate_mul
 from kernels.embedding.triton_kernel import embed
 from kernels.linear.triton_few_rows import few_rows_linear
 from kernels.linear.triton_kernel import linear
-from kernels.linear.triton_weights import DeviceWeight, Kind
+from kernels.linear.triton_weights import DeviceWeight, Kind, plain
 from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm, rms_norm_heads
 from kernels.rotary.triton_kernel import HEAD_DIMS, HeadNorm, rotary_store_kv
@@ -83,6 +84,27 @@ def _linear(make: Make) -> Iterator[Variant]:
                 name = f"linear-{kind}{f'-{group}' if group else ''}-{rows}-{out_features}"
                 weight, x = _weight(kind, group, out_features), torch.empty(rows, HIDDEN, dtype=_BF16)
                 yield make(name, lambda x=x, weight=weight: linear(x, weight), _unpacks(kind), **chips)
+    yield from _linear_of_workers(make)
+
+
+def _linear_of_workers(make: Make) -> Iterator[Variant]:
+    """What a worker multiplies by beside those: exact pools of float32, float rows with integers, integers over a
+    minimum, which is a zero that is no integer."""
+    weights = {"plain": plain(torch.empty(6144, HIDDEN)), "int8": _weight("int8", 0, 6144), "int4-32": _minimum(6144)}
+    for kind, weight in weights.items():
+        for rows in (1, 64, 512):
+            for dtype in (torch.float32, _BF16) if kind == "int4-32" else (torch.float32,):
+                x = torch.empty(rows, HIDDEN, dtype=dtype)
+                name = f"linear-{kind}-{str(dtype)[6:]}-{rows}-6144"
+                # float32 is summed by threads, not by tensor cores, and may then want a register too many
+                spills = dtype == torch.float32 or _unpacks(weight.kind)
+                yield make(name, lambda x=x, weight=weight: linear(x, weight), spills)
+
+
+def _minimum(out_features: int) -> DeviceWeight:
+    """As `from_minimum` packs groups of 32."""
+    weight, shape = _weight("int4", 32, out_features), (HIDDEN // 32, out_features)
+    return replace(weight, scales=torch.empty(shape, dtype=torch.float16), zeros=torch.empty(shape))
 
 
 def _few_rows(make: Make) -> Iterator[Variant]:

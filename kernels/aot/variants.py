@@ -105,5 +105,6 @@ def _blocks() -> None:
     pool, ids = torch.empty(2, 64, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     triton_blocks.gather_blocks(pool, ids, pool[:1])
     triton_blocks.scatter_blocks(pool[:1], ids, pool)
+    triton_blocks.move_blocks(pool, ids, pool, ids)
     triton_blocks.zero_blocks(pool, ids)
     triton_blocks.digest_blocks(pool, ids)

@@ -190,14 +190,21 @@ class Shape:
     num_stages: int
 
 
-def launch_shape(weight: DeviceWeight, num_rows: int, one_split: bool) -> Shape:
-    """Tiles for a weight and a row count, as an H200 likes them; fewer stages where a block has less memory."""
+def launch_shape(weight: DeviceWeight, num_rows: int, one_split: bool, x_bytes: int = 2) -> Shape:
+    """Tiles for a weight and a row count, as an H200 likes them; fewer stages where a block has less memory.
+
+    Args:
+        x_bytes: of an element of x as it is multiplied.
+    """
     eight = weight.kind in ("int8", "int4")
     block_k = 64 if weight.kind == "plain" else 128
     if weight.data.dtype == torch.float32:
         block_k = 32
     if num_rows <= 16:
         return Shape(BLOCK_N, 16, block_k, 4, 3 if eight else 4)
+    if eight and x_bytes == 4:
+        # summed by threads, not by tensor cores: what a larger tile adds to it does not fit the registers
+        return Shape(BLOCK_N, 32, block_k, 4, 2)
     if num_rows <= 64:
         block_n = 128 if weight.kind == "int8" else BLOCK_N
         return Shape(block_n, triton.next_power_of_2(num_rows), block_k, 4, 3 if eight else 6)
@@ -277,7 +284,7 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
     exact = weight.kind == "w8a8"
     column_scales = None if weight.kind == "int4" else weight.scales
     split_grid = splits > 1 and num_rows <= _SPLIT_ROWS
-    shape = launch_shape(weight, num_rows, splits == 1)
+    shape = launch_shape(weight, num_rows, splits == 1, x.element_size())
     source = {
         "x_ptr": x,
         "w_ptr": weight.data,

@@ -317,6 +317,9 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
     block_n = 128 if large else 64
     block_k = 32 if weight.data.dtype == torch.float32 else 64 if weight.kind == "plain" else 128
     scales = x if weight.scales is None else weight.scales
+    stages = 4 if not large else 3 if is_roomy(x.device) else 2
+    if weight.kind != "plain" and x.element_size() == 4:
+        stages = 1 if large else 2  # as much memory as chips have
     grid = (triton.cdiv(weight.out_features, block_n), pairs.expert_of_block.shape[0])
     grouped_linear_kernel[grid](
         x_ptr=x,
@@ -344,7 +347,7 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
         BLOCK_N=block_n,
         BLOCK_M=pairs.block_m,
         num_warps=8 if large else 4,
-        num_stages=4 if not large else 3 if is_roomy(x.device) else 2,
+        num_stages=stages,
     )
     return y
 
