@@ -27,7 +27,7 @@ from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device_batch import BatchWriter, buffer_words
 from shared.engine.device_compute import MAX_TOP, DeviceCompute
 from shared.engine.device_stream import DeviceStream, Mark
-from shared.engine.engine import PendingStep
+from shared.engine.engine_parts import PendingStep
 from shared.engine.sampler import constrained_rows
 from shared.engine.sampling_lines import SamplingLines, StepLines, wants_logprobs
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepOutput, StepPlan

@@ -109,7 +109,8 @@ class Steps:
         self._samples = model.weights.head is not None
         stream = DeviceStream(model.device)
         compute = DeviceCompute(model, groups, pools, limits)
-        self._graphs = DecodeGraphs(stream, compute.decode) if self._samples else None
+        captures = self._samples and model.device.type == "cuda"
+        self._graphs = DecodeGraphs(stream, compute.decode) if captures else None
         if self._graphs is not None:
             self._graphs.capture(compute.buckets)
         self.runner = DeviceRunner(compute, stream, self._graphs, masks=masks)

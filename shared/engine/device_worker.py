@@ -23,7 +23,7 @@ from shared.contracts.ids import WorkerId
 from shared.engine.device_compute import StepLimits
 from shared.engine.device_runner import DeviceLost
 from shared.engine.device_sizing import SHRINK, DeviceUse, Steps, free_bytes, measure_steps, pool_budget
-from shared.engine.engine import PendingStep
+from shared.engine.engine_parts import PendingStep
 from shared.engine.numerics import numerics_id
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.worker_engine import WorkerEngine, WorkerFacts, WorkerOptions

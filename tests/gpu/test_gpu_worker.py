@@ -19,8 +19,10 @@ from shared.contracts.sampling import SamplingParams
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
+from shared.grammar.source import regex_grammar
 from shared.kv.handoff_sink import Pull, PullItem
 from shared.kv.layout import LayerGroup, PoolLayout
+from tests.tiny_tokenizer import tiny_tokenizer, tokenizer_json
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -94,6 +96,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     from tests.tiny_models import make_tiny_model
 
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), head_dim=64, num_hidden_layers=2)
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), folder
 
 
@@ -148,6 +151,51 @@ def test_a_worker_on_a_gpu_draws_the_tokens_of_the_models_own_code(judge: tuple[
         best, chosen = logits.max(dim=1).values, logits[range(len(tokens)), tokens]
         assert bool((best - chosen < 1e-3 * logits.abs().max()).all())
     assert {path.name for path in tmp_path.iterdir()} == {"gpu.lock"}
+
+
+def test_a_worker_on_a_gpu_draws_under_penalties_and_grammars(judge: tuple[Any, Path], tmp_path: Path) -> None:
+    """Biases that leave two tokens and penalties that make them take turns; digits under a grammar."""
+    core = open_worker_engine(options(judge[1], tmp_path), WorkerId("decode-gpu"))
+    turns = {"temperature": 0.0, "logit_bias": ((40, 1000.0), (50, 1000.0)), "frequency_penalty": 2.0}
+    digits = regex_grammar("[0-9]{6}", "structured_outputs")
+    wanted = {
+        "turns": SamplingParams(max_tokens=40, presence_penalty=2.0, repetition_penalty=1.5, logprobs=5, **turns),
+        "digits": SamplingParams(max_tokens=20, grammar=digits, prompt_logprobs=1),
+        "plain": SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True),
+    }
+    updates: dict[str, list[SequenceUpdate]] = {name: [] for name in wanted}
+    ended = threading.Event()
+
+    def on_updates(news: list[SequenceUpdate]) -> None:
+        for update in news:
+            updates[update.seq_id].append(update)
+        if all(found and found[-1].finish for found in updates.values()):
+            ended.set()
+
+    core.start()
+    try:
+        core.on_updates = on_updates
+        for name, sampling in wanted.items():
+            spec = SequenceSpec(name, (5, 9, 40, 77), 4, sampling, core.facts.eos_token_ids)
+            core.engine.call(lambda batcher, spec=spec: batcher.reserve(spec)).result(WAIT_S)
+        assert ended.wait(WAIT_S)
+    finally:
+        core.stop(WAIT_S)
+    tokens = {name: [token for update in found for token in update.token_ids] for name, found in updates.items()}
+    assert [found[-1].finish for found in updates.values()] == ["length", "stop", "length"]
+    # with penalties far above what logits differ by, neither gets two ahead of the other
+    for count in range(1, 41):
+        said = tokens["turns"][:count]
+        assert set(said) <= {40, 50}
+        assert abs(said.count(40) - said.count(50)) <= 2
+    told = [entry for update in updates["turns"] for entry in update.logprobs]
+    assert [len(entry.top) for entry in told] == [5] * 40
+    assert all(entry.logprob <= entry.top[0][1] <= 0 for entry in told)
+    assert sum(len(update.prompt_logprobs) for update in updates["digits"]) == 3
+    text = tiny_tokenizer().decode(tokens["digits"])
+    assert len(text) == 6
+    assert text.isdigit()
+    assert len(tokens["plain"]) == 30
 
 
 def test_a_pool_of_no_stated_size_takes_what_is_left(judge: tuple[Any, Path], tmp_path: Path) -> None:

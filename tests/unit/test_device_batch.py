@@ -19,6 +19,7 @@ from shared.engine.device_batch import (
     parts_of,
     views,
 )
+from shared.engine.sampling_lines import StepLines
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 from shared.kv.layout import LayerGroup
 
@@ -93,6 +94,45 @@ def test_a_buffer_is_filled_again() -> None:
     # a table with blocks for later steps than its columns show
     writer.write(StepPlan(3, (make("b", 19, (1,), (5, 6, 7, 8, 9, 10)),)), shape, {})
     assert tables.tolist()[0] == [5, 6, 7, 8]
+
+
+def test_what_draws_look_at_beside_the_logits() -> None:
+    params = SamplingParams(
+        max_tokens=4, min_p=0.25, repetition_penalty=1.5, presence_penalty=-0.5, frequency_penalty=0.75, logprobs=3
+    )
+    special = StepPlan(
+        1,
+        (
+            make("a", 2, (5,), (1,)),
+            make("b", 0, (4, 5, 6), (2,), num_logits=3, sampling=params, scored=(5, 6), score_top=2),
+            make("c", 2, (9,), (3,), sampling=None, num_logits=1, scored=(7,), score_top=0),
+            make("d", 0, (9, 8), (4,), sampling=params, num_logits=2),
+        ),
+    )
+    shape = mixed_shape(special, 1)
+    buffer = np.full(buffer_words(shape), -99, np.int32)
+    writer = BatchWriter(buffer, (GROUP,), (20,), vocab_size=100)
+    parts = views(buffer, parts_of(shape))
+    writer.write(special, shape, {}, StepLines(penalties={1: 6}, biases={1: 5, 3: 0}, masks={3: 2}))
+    found = {name: parts[name].tolist()[:8] for name in parts}
+    assert found["min_p"] == [0, 0, 0, 0.25, 0, 0.25, 0.25, 0]
+    assert found["repetition"] == [1, 1, 1, 1.5, 1, 1.5, 1.5, 1]
+    assert found["presence"] == [0, 0, 0, -0.5, 0, -0.5, -0.5, 0]
+    assert found["frequency"] == [0, 0, 0, 0.75, 0, 0.75, 0.75, 0]
+    assert found["penalty_line"] == [-1, -1, -1, 6, -1, -1, -1, -1]
+    assert found["bias_line"] == [-1, -1, -1, 5, -1, 0, 0, -1]
+    assert found["mask_line"] == [-1, -1, -1, -1, -1, 2, 3, -1]
+    assert found["scored"] == [-1, 5, 6, -1, 7, -1, -1, -1]
+    assert found["top"] == [0, 2, 2, 3, 0, 3, 3, 0]
+    # rows that are scored draw nothing
+    assert found["temperature"] == [0, 0, 0, 1, 0, 1, 1, 0]
+    assert found["draw_position"][3] == 3
+
+    plain = StepPlan(2, (*(make(name, 2, (5,), (1,)) for name in "ab"), make("c", 0, (5,) * 5, (2,), num_logits=5)))
+    for step in (plain, plain, special, plain):
+        writer.write(step, StepShape(16, 4, 16, 1, 0), {})
+    for name, nothing in (("scored", -1), ("top", 0), ("bias_line", -1), ("repetition", 1), ("min_p", 0)):
+        assert set(parts[name].tolist()) == {nothing}
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from shared.engine.batcher_config import BatcherConfig
 from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device_compute import DeviceCompute, StepLimits
 from shared.engine.device_runner import DeviceRunner
+from shared.engine.device_sizing import Steps
 from shared.engine.device_stream import DeviceStream
 from shared.engine.sampler import constrained_rows, logprobs_of, sample_sequences
 from shared.engine.sequence_spec import SequenceSpec
@@ -49,6 +50,7 @@ Cases = dict[str, tuple[list[int], SamplingParams]]
 VOCAB, EOS, BLOCK = 320, 2, 8
 GROUP = LayerGroup("full", (0,), num_kv_heads=1, head_dim=64, block_size=BLOCK, dtype="float32")
 TABLE = torch.randn(61, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+TABLE[:, 40:44] += 6  # said again and again, but for penalties
 COMPILER = GrammarCompiler(tiny_tokenizer())
 MAX_NUM_SEQS = 4
 
@@ -251,6 +253,19 @@ def test_what_cannot_be_drawn_is_refused_by_name(row: dict[str, Any], what: str)
     values = {"start": 1, "token_ids": (7,), "num_logits": 1, "num_prompt_tokens": 1} | row
     with pytest.raises(Internal, match=what):
         runner.run(StepPlan(2, (ScheduledSequence(seq_id="a", block_tables=((0,),), **values),)))
+
+
+def test_the_burst_before_ready_has_as_many_rows_of_logits_as_a_step_can() -> None:
+    layout = PoolLayout((GROUP,), (8,))
+    data = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=DEVICE)
+    limits = StepLimits(max_rows=5, max_num_seqs=2, max_len=64)
+    steps = Steps(TableModel(), layout.groups, device_views(data, layout), limits)  # type: ignore[arg-type]
+    rows = steps._scored()
+    assert [(row.num_logits, len(row.scored)) for row in rows] == [(1, 0), (4, 4)]
+    output = steps.runner.run(StepPlan(1, rows))()
+    assert (len(output.sampled[0]), output.sampled[1], output.bad_rows) == (1, (), frozenset())
+    assert [len(entry.top) for entry in output.logprobs[1]] == [20] * 4
+    steps.close()
 
 
 @pytest.mark.gpu
