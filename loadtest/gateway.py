@@ -1,8 +1,8 @@
 """`python -m loadtest.gateway`: what the gateway costs, between clients and a worker that takes no time.
 
 Real gateway processes and a real nats-server; policy, scheduler and worker are `loadtest/gateway_backend.py`. Measured
-are the latency a request finds at a steady rate, the tokens one process streams, what a flood of wrong keys costs a
-stream beside it, and how several processes share a port. It takes about two minutes.
+are the latency a request finds at a steady rate and what of it is the gateway's own, the tokens one process streams,
+what a flood of wrong keys costs a stream beside it, and how several processes share a port. It takes about two minutes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import uvloop
 
 from loadtest.gateway_backend import KEY
 from loadtest.gateway_client import Client, Heard, connect, post
+from loadtest.gateway_notes import shares_of
 from loadtest.gateway_report import latency_of, streams_of, text_of
 from loadtest.gateway_stack import GatewayStack, gateway_stack
 from loadtest.machine import ForeignLoad, processor_s, this_machine
@@ -72,13 +73,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             rows.append(_row("flat out", stack, STREAMS / flat_out, _streams(stack.port, STREAMS, OFFERED, seconds)))
             rows.append(_row("alone", stack, BYSTANDER_STEP_S, _bystander(stack.port, seconds, 0.0)))
             rows.append(_row("beside wrong keys", stack, BYSTANDER_STEP_S, _bystander(stack.port, seconds, FLOOD)))
+        with gateway_stack(1, {}, timed=True) as stack:
+            row, heard = _measured("own share", stack, 0.0, _steady(stack.port, RATE, seconds))
+        rows.append(row | shares_of(stack.notes, (one.request_id for one in heard)))
         with gateway_stack(2, {}) as stack:
             rows.append(_row("two gateways", stack, STREAMS / OFFERED, _streams(stack.port, STREAMS, OFFERED, seconds)))
     return {"bench": "gateway", "machine": this_machine().body(), "rows": rows}
 
 
 def _row(kind: str, stack: GatewayStack, step_s: float, load: Any) -> dict[str, Any]:
-    """Run one load against a backend with such steps, and sum up."""
+    return _measured(kind, stack, step_s, load)[0]
+
+
+def _measured(kind: str, stack: GatewayStack, step_s: float, load: Any) -> tuple[dict[str, Any], list[Heard]]:
+    """Run one load against a backend with such steps, and sum up; what its clients heard."""
     _say(kind)
     with stack.backend(step_s) as sent:
         time.sleep(WARM_S)
@@ -91,7 +99,8 @@ def _row(kind: str, stack: GatewayStack, step_s: float, load: Any) -> dict[str, 
         raise Unavailable(f"{kind}: {len(heard) - len(whole)} of {len(heard)} streams ended early")
     figures = latency_of(heard, sent) | streams_of(heard, sent, seconds, sum(used))
     shares = [round(one / seconds, 3) for one in used]
-    return {"kind": kind, **figures, "refused": refused, "gateway_cores": shares, "foreign_cores": foreign}
+    row = {"kind": kind, **figures, "refused": refused, "gateway_cores": shares, "foreign_cores": foreign}
+    return row, heard
 
 
 Load = tuple[list[Heard], float, int]

@@ -75,6 +75,7 @@ def text_of(report: Mapping[str, Any]) -> str:
         cells = (f"{median(row[key] for row in some):{width}.{digits}f}" for key, width, digits in columns)
         cores = median(sum(row["gateway_cores"]) for row in some)
         lines.append(f"{kind:20}" + "".join(cells) + f"{cores:9.2f}")
+    lines += _own_share([row for row in report["rows"] if "own_p50_ms" in row])
     alone, beside = (
         median(row["tokens_s"] for row in report["rows"] if row["kind"] == kind)
         for kind in ("alone", "beside wrong keys")
@@ -84,6 +85,21 @@ def text_of(report: Mapping[str, Any]) -> str:
     if any(row["foreign_cores"] > IDLE_CORES for row in report["rows"]):
         lines.append(f"Others used more than {IDLE_CORES:g} cores: these figures are no measure of this machine.")
     return "\n".join(lines)
+
+
+def _own_share(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What of a first token's way is the gateway's own, and what it waited for; see `gateway_notes.shares_of`."""
+    if not rows:
+        return []
+    names = ("to_policy", "to_submit", "to_client", "own", "policy_hop", "token_hop")
+    lines = [
+        "Of the way to the first token, ms, in the gateway's process:",
+        "".join((f"{'':20}", *(f"{name.replace('_', ' '):>12}" for name in names))),
+    ]
+    for share in (50, 99):
+        cells = (f"{median(row[f'{name}_p{share}_ms'] for row in rows):12.2f}" for name in names)
+        lines.append(f"{f'p{share}':20}" + "".join(cells))
+    return lines
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
 
+from loadtest.gateway_notes import TIMES_VARIABLE
 from services.cli.servers import free_port, nats_binary
 from shared.contracts.errors import Unavailable
 from shared.lifecycle.ready import READY_VARIABLE, read_ready
@@ -31,6 +32,8 @@ class GatewayStack:
     def __init__(self, folder: Path, nats_url: str, port: int, gateways: list[int]) -> None:
         self.port = port
         self.gateways = gateways  # process ids
+        self.notes: dict[str, dict[str, float]] = {}
+        """What a timed gateway noted of each request, once it has ended; see `loadtest/gateway_timed.py`."""
         self._folder = folder
         self._nats_url = nats_url
 
@@ -57,11 +60,12 @@ class GatewayStack:
 
 
 @contextmanager
-def gateway_stack(count: int, settings: Mapping[str, str]) -> Iterator[GatewayStack]:
+def gateway_stack(count: int, settings: Mapping[str, str], *, timed: bool = False) -> Iterator[GatewayStack]:
     """`count` gateways on one free port, behind them a nats-server; gone at the end.
 
     Args:
         settings: environment variables of the gateways.
+        timed: they note what of a request's time is their own.
 
     Raises:
         Unavailable: one of them did not start; the message holds what it said.
@@ -76,15 +80,27 @@ def gateway_stack(count: int, settings: Mapping[str, str]) -> Iterator[GatewaySt
         ports = folder / f"nats-server_{nats.pid}.ports"
         url = _until("nats-server", nats, folder / "nats.log", lambda: _nats_url(ports))
         port = free_port()
-        env = {"NATS_URL": url, "BATON_GATEWAY_PORT": str(port), "BATON_LOG_LEVEL": "warning", **settings}
-        gateways = []
+        times = folder / "times.json"
+        module = "loadtest.gateway_timed" if timed else "services.gateway"
+        env = {
+            "NATS_URL": url,
+            TIMES_VARIABLE: str(times),
+            "BATON_GATEWAY_PORT": str(port),
+            "BATON_LOG_LEVEL": "warning",
+            **settings,
+        }
+        gateways, inner = [], stack.enter_context(ExitStack())
         for number in range(count):
             log, ready = folder / f"gateway-{number}.log", folder / f"gateway-{number}.ready"
             told = {**env, READY_VARIABLE: str(ready)}
-            process = _start(stack, [sys.executable, "-m", "services.gateway"], told, log)
+            process = _start(inner, [sys.executable, "-m", module], told, log)
             _until("the gateway", process, log, lambda ready=ready: read_ready(ready))  # type: ignore[misc]
             gateways.append(process.pid)
-        yield GatewayStack(folder, url, port, gateways)
+        running = GatewayStack(folder, url, port, gateways)
+        yield running
+        if timed:
+            inner.close()
+            running.notes = json.loads(times.read_text(encoding="utf-8"))
 
 
 def _start(stack: ExitStack, command: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from loadtest.gateway_notes import TIMES_VARIABLE, Notes
 from services.gateway.__main__ import main
 from services.gateway.connection import Connection
 from shared.bus.bus import Delivery
@@ -23,24 +24,6 @@ from shared.contracts.messages import Admit, Submit
 from shared.ingress.ingress import Ingress
 from shared.ingress.session import Session
 from shared.lifecycle.runtime import run_service
-
-TIMES_VARIABLE = "BATON_BENCH_TIMES"
-"""Names the file that gets the notes when the gateway ends: by request id, the seconds of `Notes.NAMES`."""
-
-
-class Notes:
-    """What was noted of each request, monotonic seconds."""
-
-    NAMES = ("came", "asked", "granted", "submitted", "token", "answered")
-
-    def __init__(self) -> None:
-        self.of: dict[str, dict[str, float]] = {}
-        self.read = 0.0  # when the bus last brought something
-
-    def note(self, request_id: str, name: str, at: float) -> None:
-        """Keep the first of each."""
-        self.of.setdefault(request_id, {}).setdefault(name, at)
-
 
 _came: ContextVar[float] = ContextVar("came", default=0.0)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loadtest.gateway_client import Client, Heard
+from loadtest.gateway_notes import Notes, shares_of
 from loadtest.gateway_report import latency_of, streams_of, text_of
 
 HEAD = b"HTTP/1.1 200 OK\r\ndate: x\r\nx-request-id: req-10\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -70,3 +71,33 @@ def test_figures_of_known_times() -> None:
     text = text_of({"machine": {"cpu": "c", "cores": 2, "date": "d"}, "rows": rows})
     assert "A stream beside 900 refused requests had 100.0% of its rate alone." in text
     assert "0.50" in text
+
+
+def test_the_own_share_of_known_times() -> None:
+    notes = Notes()
+    for request_id, start, slow in (("a", 10.0, 0.0), ("b", 20.0, 0.010), ("other", 30.0, 5.0)):
+        times = {"came": 0.0, "asked": 0.001, "granted": 0.003, "submitted": 0.0035, "token": 0.006}
+        for name, after in {**times, "answered": 0.0065 + slow}.items():
+            notes.note(request_id, name, start + after)
+            notes.note(request_id, name, start + 99.0)  # the first is kept
+    notes.note("no token", "came", 1.0)
+    found = shares_of(notes.of, ("a", "b", "no token", "unheard of"))
+    assert found["to_policy_p50_ms"] == pytest.approx(1.0)
+    assert found["to_submit_p99_ms"] == pytest.approx(0.5)
+    assert (found["own_p99_ms"], found["to_client_p99_ms"]) == (pytest.approx(12.0), pytest.approx(10.5))
+    assert (found["policy_hop_p50_ms"], found["token_hop_p50_ms"]) == (pytest.approx(2.0), pytest.approx(2.5))
+    rows = [{**row, "refused": 0, "gateway_cores": [0.1], "foreign_cores": 0.0} for row in ROWS]
+    rows.append({**rows[0], "kind": "own share", **found})
+    text = text_of({"machine": {"cpu": "c", "cores": 2, "date": "d"}, "rows": rows})
+    assert text.count("own share") == 1
+    assert "12.00" in text
+
+
+ROWS = [
+    {
+        "kind": kind,
+        **dict.fromkeys(("first_token_p50_ms", "first_token_p99_ms", "to_scheduler_p50_ms"), 1.0),
+        **dict.fromkeys(("token_delay_p50_ms", "token_delay_p99_ms", "tokens_s", "gateway_us_a_token"), 1.0),
+    }
+    for kind in ("alone", "beside wrong keys")
+]
