@@ -35,7 +35,8 @@ def refer(name: str) -> Schema:
     return {"$ref": _TEMPLATE.format(name=name)}
 
 
-def _object(fields: Mapping[str, Schema], optional: Iterable[str] = ()) -> Schema:
+def object_of(fields: Mapping[str, Schema], optional: Iterable[str] = ()) -> Schema:
+    """A closed object; every field but the optional ones is there."""
     left = set(optional)
     return {
         "type": "object",
@@ -45,26 +46,30 @@ def _object(fields: Mapping[str, Schema], optional: Iterable[str] = ()) -> Schem
     }
 
 
-def _list(item: Schema) -> Schema:
+def list_of(item: Schema) -> Schema:
+    """A list of them."""
     return {"type": "array", "items": item}
 
 
-def _map(value: Schema) -> Schema:
+def map_of(value: Schema) -> Schema:
+    """An object of any names with such values."""
     return {"type": "object", "additionalProperties": value}
 
 
-def _or_null(schema: Schema) -> Schema:
+def or_null(schema: Schema) -> Schema:
+    """It, or null."""
     return {"anyOf": [schema, NULL]}
 
 
 def _page(item: str) -> Schema:
-    one = _or_null(TEXT)
-    return _object(
-        {"object": _is("list"), "data": _list(refer(item)), "first_id": one, "last_id": one, "has_more": FLAG}
+    one = or_null(TEXT)
+    return object_of(
+        {"object": is_word("list"), "data": list_of(refer(item)), "first_id": one, "last_id": one, "has_more": FLAG}
     )
 
 
-def _is(word: str) -> Schema:
+def is_word(word: str) -> Schema:
+    """This word."""
     return {"const": word}
 
 
@@ -74,94 +79,94 @@ def answer_schemas() -> dict[str, Schema]:
 
 
 def _shared() -> dict[str, Schema]:
-    error = {"message": {"type": "string", "minLength": 1}, "type": TEXT, "param": _or_null(TEXT)}
+    error = {"message": {"type": "string", "minLength": 1}, "type": TEXT, "param": or_null(TEXT)}
     usage = {
         "prompt_tokens": COUNT,
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
-        "prompt_tokens_details": _object({"cached_tokens": COUNT}),
-        "completion_tokens_details": _object({"reasoning_tokens": COUNT}),
+        "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
+        "completion_tokens_details": object_of({"reasoning_tokens": COUNT}),
     }
     names = ("total_ms", "queue_ms", "first_token_ms", "tokens_per_second")
-    model = {"id": TEXT, "object": _is("model"), "created": COUNT, "owned_by": TEXT}
+    model = {"id": TEXT, "object": is_word("model"), "created": COUNT, "owned_by": TEXT}
     return {
-        "Error": _object({"error": _object({**error, "code": _or_null(TEXT)})}),
-        "MessageError": _object({"type": _is("error"), "error": _object({"type": TEXT, "message": TEXT})}),
-        "Usage": _object(usage),
-        "Timings": _object(dict.fromkeys(names, NUMBER), optional=names[1:]),
-        "Model": _object(model),
-        "ModelList": _object({"object": _is("list"), "data": _list(refer("Model"))}),
+        "Error": object_of({"error": object_of({**error, "code": or_null(TEXT)})}),
+        "MessageError": object_of({"type": is_word("error"), "error": object_of({"type": TEXT, "message": TEXT})}),
+        "Usage": object_of(usage),
+        "Timings": object_of(dict.fromkeys(names, NUMBER), optional=names[1:]),
+        "Model": object_of(model),
+        "ModelList": object_of({"object": is_word("list"), "data": list_of(refer("Model"))}),
     }
 
 
 def _generated(object_: str, choice: str, **more: Schema) -> Schema:
     fields: dict[str, Schema] = {
         "id": TEXT,
-        "object": _is(object_),
+        "object": is_word(object_),
         "created": COUNT,
         "model": TEXT,
-        "choices": _list(refer(choice)),
+        "choices": list_of(refer(choice)),
         "usage": refer("Usage"),
         "service_tier": TIERS,
         "timings": refer("Timings"),
         **more,
     }
-    return _object(fields, optional=("service_tier", "timings", *more))
+    return object_of(fields, optional=("service_tier", "timings", *more))
 
 
 def _chunk(object_: str, choice: str) -> Schema:
     chunk = _generated(object_, choice)
-    chunk["properties"]["usage"] = _or_null(refer("Usage"))
+    chunk["properties"]["usage"] = or_null(refer("Usage"))
     chunk["required"].remove("usage")
     return chunk
 
 
 def _chat() -> dict[str, Schema]:
-    function = _object({"name": TEXT, "arguments": TEXT})
-    piece = _object({"name": TEXT, "arguments": TEXT}, optional=("name",))
-    called = {"index": COUNT, "function": piece, "id": TEXT, "type": _is("function")}
+    function = object_of({"name": TEXT, "arguments": TEXT})
+    piece = object_of({"name": TEXT, "arguments": TEXT}, optional=("name",))
+    called = {"index": COUNT, "function": piece, "id": TEXT, "type": is_word("function")}
     message = {
-        "role": _is("assistant"),
-        "content": _or_null(TEXT),
+        "role": is_word("assistant"),
+        "content": or_null(TEXT),
         "refusal": NULL,
         "annotations": {"type": "array", "maxItems": 0},
         "reasoning_content": TEXT,
-        "tool_calls": _list(refer("AnsweredCall")),
+        "tool_calls": list_of(refer("AnsweredCall")),
     }
     delta = {
-        "role": _is("assistant"),
+        "role": is_word("assistant"),
         "content": TEXT,
         "refusal": NULL,
         "reasoning_content": TEXT,
-        "tool_calls": _list(_object(called, optional=("id", "type"))),
+        "tool_calls": list_of(object_of(called, optional=("id", "type"))),
     }
-    scored = {"token": TEXT, "logprob": NUMBER, "bytes": _list(COUNT)}
-    top = {"top_logprobs": _list(_object(scored))}
-    scores = _or_null(_object({"content": _list(_object({**scored, **top})), "refusal": NULL}))
+    scored = {"token": TEXT, "logprob": NUMBER, "bytes": list_of(COUNT)}
+    top = {"top_logprobs": list_of(object_of(scored))}
+    scores = or_null(object_of({"content": list_of(object_of({**scored, **top})), "refusal": NULL}))
     choice = {"index": COUNT, "logprobs": scores}
     ended, running = {"enum": FINISH}, {"enum": [*FINISH, None]}
     return {
-        "AnsweredCall": _object({"id": TEXT, "type": _is("function"), "function": function}),
-        "ChatMessageAnswer": _object(message, optional=("reasoning_content", "tool_calls")),
-        "ChatChoice": _object({**choice, "finish_reason": ended, "message": refer("ChatMessageAnswer")}),
+        "AnsweredCall": object_of({"id": TEXT, "type": is_word("function"), "function": function}),
+        "ChatMessageAnswer": object_of(message, optional=("reasoning_content", "tool_calls")),
+        "ChatChoice": object_of({**choice, "finish_reason": ended, "message": refer("ChatMessageAnswer")}),
         "ChatCompletion": _generated("chat.completion", "ChatChoice"),
-        "ChatChunkChoice": _object({**choice, "finish_reason": running, "delta": _object(delta, optional=delta)}),
+        "ChatChunkChoice": object_of({**choice, "finish_reason": running, "delta": object_of(delta, optional=delta)}),
         "ChatCompletionChunk": _chunk("chat.completion.chunk", "ChatChunkChoice"),
     }
 
 
 def _completion() -> dict[str, Schema]:
     scores = {
-        "tokens": _list(TEXT),
-        "token_logprobs": _list(_or_null(NUMBER)),
-        "top_logprobs": _list(_or_null(_map(NUMBER))),
-        "text_offset": _list(COUNT),
+        "tokens": list_of(TEXT),
+        "token_logprobs": list_of(or_null(NUMBER)),
+        "top_logprobs": list_of(or_null(map_of(NUMBER))),
+        "text_offset": list_of(COUNT),
     }
-    choice = {"index": COUNT, "text": TEXT, "logprobs": _or_null(_object(scores))}
+    choice = {"index": COUNT, "text": TEXT, "logprobs": or_null(object_of(scores))}
     return {
-        "CompletionChoice": _object({**choice, "finish_reason": {"enum": FINISH}}),
+        "CompletionChoice": object_of({**choice, "finish_reason": {"enum": FINISH}}),
         "Completion": _generated("text_completion", "CompletionChoice"),
-        "CompletionChunkChoice": _object({**choice, "finish_reason": {"enum": [*FINISH, None]}}),
+        "CompletionChunkChoice": object_of({**choice, "finish_reason": {"enum": [*FINISH, None]}}),
         "CompletionChunk": _chunk("text_completion", "CompletionChunkChoice"),
     }
 
@@ -169,19 +174,19 @@ def _completion() -> dict[str, Schema]:
 def _files() -> dict[str, Schema]:
     file = {
         "id": TEXT,
-        "object": _is("file"),
+        "object": is_word("file"),
         "bytes": COUNT,
         "created_at": COUNT,
-        "expires_at": _or_null(COUNT),
+        "expires_at": or_null(COUNT),
         "filename": TEXT,
         "purpose": TEXT,
-        "status": _is("processed"),
+        "status": is_word("processed"),
         "status_details": NULL,
     }
     return {
-        "File": _object(file),
+        "File": object_of(file),
         "FileList": _page("File"),
-        "FileDeleted": _object({"id": TEXT, "object": _is("file"), "deleted": _is_true()}),
+        "FileDeleted": object_of({"id": TEXT, "object": is_word("file"), "deleted": _is_true()}),
     }
 
 
@@ -190,23 +195,23 @@ def _is_true() -> Schema:
 
 
 def _batches() -> dict[str, Schema]:
-    text, time_s = _or_null(TEXT), _or_null(COUNT)
-    fault = _object({"code": TEXT, "message": TEXT, "line": time_s, "param": text})
-    letter = _object({"custom_id": TEXT, "line": COUNT, "code": TEXT, "message": TEXT})
+    text, time_s = or_null(TEXT), or_null(COUNT)
+    fault = object_of({"code": TEXT, "message": TEXT, "line": time_s, "param": text})
+    letter = object_of({"custom_id": TEXT, "line": COUNT, "code": TEXT, "message": TEXT})
     usage = {
         "input_tokens": COUNT,
-        "input_tokens_details": _object({"cached_tokens": COUNT}),
+        "input_tokens_details": object_of({"cached_tokens": COUNT}),
         "output_tokens": COUNT,
-        "output_tokens_details": _object({"reasoning_tokens": COUNT}),
+        "output_tokens_details": object_of({"reasoning_tokens": COUNT}),
         "total_tokens": COUNT,
     }
     times = ("expires", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     batch = {
         "id": TEXT,
-        "object": _is("batch"),
+        "object": is_word("batch"),
         "endpoint": TEXT,
         "model": text,
-        "errors": _or_null(_object({"object": _is("list"), "data": _list(fault)})),
+        "errors": or_null(object_of({"object": is_word("list"), "data": list_of(fault)})),
         "input_file_id": TEXT,
         "completion_window": TEXT,
         "status": {"enum": STATUSES},
@@ -214,21 +219,21 @@ def _batches() -> dict[str, Schema]:
         "error_file_id": text,
         "created_at": COUNT,
         **{f"{name}_at": time_s for name in times},
-        "request_counts": _object(dict.fromkeys(("total", "completed", "failed"), COUNT)),
-        "usage": _object(usage),
-        "metadata": _or_null(_map(TEXT)),
-        "dead_letters": _list(letter),
+        "request_counts": object_of(dict.fromkeys(("total", "completed", "failed"), COUNT)),
+        "usage": object_of(usage),
+        "metadata": or_null(map_of(TEXT)),
+        "dead_letters": list_of(letter),
     }
-    return {"Batch": _object(batch, optional=("dead_letters",)), "BatchList": _page("Batch")}
+    return {"Batch": object_of(batch, optional=("dead_letters",)), "BatchList": _page("Batch")}
 
 
 def _tokens() -> dict[str, Schema]:
-    made_of = {"id": TEXT, "tokenizer": TEXT, "weights": _list(TEXT), "kernels": _list(TEXT)}
+    made_of = {"id": TEXT, "tokenizer": TEXT, "weights": list_of(TEXT), "kernels": list_of(TEXT)}
     return {
-        "Tokenized": _object({"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT)}),
-        "Detokenized": _object({"prompt": TEXT}),
-        "MessageTokens": _object({"input_tokens": COUNT}),
-        "Version": _object({"version": TEXT, "python": TEXT, "models": _list(_object(made_of))}),
+        "Tokenized": object_of({"count": COUNT, "max_model_len": COUNT, "tokens": list_of(COUNT)}),
+        "Detokenized": object_of({"prompt": TEXT}),
+        "MessageTokens": object_of({"input_tokens": COUNT}),
+        "Version": object_of({"version": TEXT, "python": TEXT, "models": list_of(object_of(made_of))}),
     }
 
 
@@ -238,27 +243,27 @@ def _of_the_stack() -> dict[str, Schema]:
     summary, row, span = structs
     trace = {
         "trace_id": TEXT,
-        "summary": _or_null(summary),
+        "summary": or_null(summary),
         "length_s": NUMBER,
-        "rows": _list(row),
-        "spans": _list(span),
+        "rows": list_of(row),
+        "spans": list_of(span),
     }
-    listed: Schema = _list({"type": "object"})
+    listed: Schema = list_of({"type": "object"})
     scheduler: Schema = {"type": ["object", "null"]}
     cluster = {
-        "gateway": _object({"id": TEXT, "requests": COUNT, "draining": FLAG}),
-        "checks": _map(FLAG),
+        "gateway": object_of({"id": TEXT, "requests": COUNT, "draining": FLAG}),
+        "checks": map_of(FLAG),
         "scheduler": scheduler,
-        "pools": _list(_object({"pool": TEXT, "scheduler": scheduler, "models": _list(TEXT)})),
+        "pools": list_of(object_of({"pool": TEXT, "scheduler": scheduler, "models": list_of(TEXT)})),
         "ingresses": listed,
         "workers": listed,
     }
     return {
         **found,
-        "Identity": _object({"tenant": TEXT, "key_id": TEXT, "admin": FLAG}),
-        "TraceList": _object({"data": _list(summary)}),
-        "Trace": _object(trace),
-        "Cluster": _object(cluster),
-        "Health": _object({"status": _is("ok")}),
-        "Readiness": _object({"status": {"enum": ["ready", "not ready"]}, "checks": _map(FLAG)}),
+        "Identity": object_of({"tenant": TEXT, "key_id": TEXT, "admin": FLAG}),
+        "TraceList": object_of({"data": list_of(summary)}),
+        "Trace": object_of(trace),
+        "Cluster": object_of(cluster),
+        "Health": object_of({"status": is_word("ok")}),
+        "Readiness": object_of({"status": {"enum": ["ready", "not ready"]}, "checks": map_of(FLAG)}),
     }

@@ -14,6 +14,8 @@ from services.gateway.files import MAX_PAGE as MAX_FILES
 from services.gateway.observe import MAX_TRACES
 from services.gateway.once import MAX_KEY_CHARS
 from services.gateway.query import MAX_CHARS
+from services.gateway.stored_routes import FLAG, MAX_EVENT
+from services.gateway.stored_routes import MAX_PAGE as MAX_ITEMS
 from services.gateway.token_routes import DetokenizeBody, EmbeddingsBody
 from services.gateway.upload import FIELDS, MAX_EXPIRY_S, MIN_EXPIRY_S
 from shared.ingress.dialect_schemas import messages_schemas, responses_schemas
@@ -122,6 +124,11 @@ def _generate(body: str, whole: str, event: str) -> Operation:
 
 
 _ANY: Content = {JSON: {}, "text/event-stream": {}}
+_RESPONSE: Content = {
+    **_json("Response"),
+    "text/event-stream": {"schema": {"description": "events as OpenAI's Responses API has them"}},
+}
+_EVENT: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_EVENT}
 UNKNOWN = Operation({200: _ANY}, _GENERATION, {JSON: {}}, body_required=False, error="")
 """A route that nothing here tells of."""
 
@@ -170,7 +177,28 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         {200: _json("MessageTokens")}, (400, 404, 413), _json("MessagesCountRequest"), error="MessageError"
     ),
     ("POST", "/v1/responses"): Operation(
-        {200: _ANY}, _GENERATION, _json("ResponsesRequest"), parameters=(_KEY, _RESUME)
+        {200: _RESPONSE}, _GENERATION, _json("ResponsesRequest"), parameters=(_KEY, _RESUME)
+    ),
+    ("GET", "/v1/responses/{response_id}"): Operation(
+        {200: _RESPONSE},
+        (400, 404, 409),
+        parameters=(
+            _parameter("query", "stream", {"enum": list(FLAG)}, "its events; of one in the background"),
+            _parameter("query", "starting_after", _EVENT, "the event behind which the stream begins"),
+            _parameter("query", "include_obfuscation", {"const": "false"}),
+        ),
+    ),
+    ("DELETE", "/v1/responses/{response_id}"): Operation({200: _json("ResponseDeleted")}, (404,)),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation({200: _json("Response")}, (400, 404)),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+        {200: _json("ResponseItemList")},
+        (400, 404),
+        parameters=(
+            _limit(MAX_ITEMS),
+            _parameter("query", "order", {"enum": ["desc", "asc"]}),
+            _AFTER,
+            _parameter("query", "before", _SHORT, "the id before which the page ends"),
+        ),
     ),
     ("POST", "/detokenize"): Operation({200: _json("Detokenized")}, (400, 404, 413), _json("DetokenizeBody")),
     ("POST", "/v1/embeddings"): Operation({}, (400, 404, 413), _json("EmbeddingsBody")),

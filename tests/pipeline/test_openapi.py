@@ -271,7 +271,8 @@ RESPONSES = [{"input": given} for given in INPUTS] + [
     {"input": "a", **fields}
     for fields in (
         {"store": False},
-        {"store": True},
+        {"store": "no"},
+        {"previous_response_id": ""},
         {"text": {"format": {"type": "text"}, "verbosity": None}},
         {"text": {"verbosity": "low"}},
         {"reasoning": {"effort": None}},
