@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Mapping
 
 import nats.errors
@@ -18,6 +19,8 @@ log = logging.getLogger("baton.bus")
 
 MAX_UNSENT_BYTES = 256 * 1024
 """What may lie in this process for a server that takes nothing, before a message waits for it in its sender's queue."""
+MAX_HEADS = 256
+"""Subjects whose messages' begin is kept."""
 PLAIN_HEADERS = b"NATS/1.0\r\n"
 STATUS, NO_RESPONDERS = "Status", "503"
 
@@ -39,6 +42,12 @@ class DirectClient(Client):
     """nats-py's client, with ways past its tasks and queues, and with headers as tenants like to write them."""
 
     _asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heads: dict[str, bytes] = {}  # how messages to a subject begin
+        self._numbered: asyncio.WriteTransport | None = None
+        self._number = -1
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: Mapping[str, str] | None = None
@@ -110,6 +119,44 @@ class DirectClient(Client):
         self.stats["out_bytes"] += len(payload)
         socket.write(command)
         return True
+
+    def write_at_once(self, subject: str, payload: bytes) -> bool:
+        """As `write` of a message without reply and headers, by a call of the system here and now.
+
+        The event loop would gather what is written in a turn of it, and make another turn for that.
+        """
+        head = self._heads.get(subject)
+        if head is None:
+            if not _is_name(subject):
+                return False
+            if len(self._heads) == MAX_HEADS:
+                self._heads.clear()
+            head = self._heads[subject] = f"PUB {subject} ".encode()
+        transport = self._transport
+        if self._pending or self._status != Client.CONNECTED or len(payload) > self._max_payload:
+            return False
+        if not isinstance(transport, TcpTransport) or (writer := transport._io_writer) is None:
+            return False
+        socket = writer.transport
+        if socket.get_write_buffer_size() or socket.is_closing() or (number := self._number_of(socket)) < 0:
+            return self.write(subject, payload)
+        command = b"%b%d\r\n%b\r\n" % (head, len(payload), payload)
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(payload)
+        try:
+            sent = os.write(number, command)
+        except OSError:  # it is full, or gone, which the transport finds too
+            sent = 0
+        if sent < len(command):
+            socket.write(command[sent:])
+        return True
+
+    def _number_of(self, socket: asyncio.WriteTransport) -> int:
+        """The file number of a connection; -1 of one that is encrypted."""
+        if socket is not self._numbered:
+            plain = socket.get_extra_info("sslcontext") is None
+            self._numbered, self._number = socket, socket.get_extra_info("socket").fileno() if plain else -1
+        return self._number
 
     async def _read_loop(self) -> None:
         transport = self._transport

@@ -41,7 +41,7 @@ log = logging.getLogger("baton.worker")
 
 DEFAULT_POOL_BYTES = 256 * 1024 * 1024
 """When nobody decided on a size: `./baton up` derives one from free memory."""
-STRETCH_S = 0.25
+STRETCH_S = 0.5
 """How long decodes go on with nobody planning, while nobody comes: so much later are their blocks tagged."""
 REFINE_EVERY = 32
 """Decode steps between refinements of the step-time model, each of which costs as much as the bookkeeping of several.
