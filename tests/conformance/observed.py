@@ -19,7 +19,6 @@ import nats
 from nats.aio.msg import Msg
 
 from shared.telemetry.metric import Metric
-from tests import openai_oracle
 from tests.collector import Collector, attributes, collector
 from tests.servers import NatsServer
 from tests.stack.running import MODEL, Baton, until
@@ -63,10 +62,7 @@ class Observed:
     def client(self, key: str = ALPHA, **headers: str) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=64)
         headers = {"Authorization": f"Bearer {key}", **headers}
-        hooks = {"response": [openai_oracle.hold_whole]}
-        return httpx.AsyncClient(
-            base_url=self.baton.url, headers=headers, timeout=120, limits=limits, event_hooks=hooks
-        )
+        return httpx.AsyncClient(base_url=self.baton.url, headers=headers, timeout=120, limits=limits)
 
     async def canary(self) -> None:
         """Greedy, 4 tokens, must be served."""

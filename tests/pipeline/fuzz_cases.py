@@ -235,10 +235,13 @@ def _swap(rng: Random, body: Any, spot: Spot) -> None:
     spot[0][spot[1]] = deepcopy(other[0][other[1]])
 
 
+MAX_REPEATED_CHARS = 100_000
+
+
 def _repeat(rng: Random, body: Any, spot: Spot) -> None:
     value, times = spot[0][spot[1]], rng.choice((2, 5, 100, 2000))
-    if isinstance(value, str | list) and len(value) < 1000:
-        spot[0][spot[1]] = value * times
+    if isinstance(value, str | list):
+        spot[0][spot[1]] = value * min(times, 1 + MAX_REPEATED_CHARS // (1 + len(str(value))))
 
 
 def _borrow(rng: Random, body: Any, spot: Spot) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from llm_comply.config import ComplianceConfig
 from llm_comply.result import TestStatus as Status
@@ -13,8 +15,10 @@ from llm_comply.schema import SpecLoader
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 
 from shared.bus.memory_bus import MemoryBroker
-from tests import openai_oracle
-from tests.pipeline.gateway_support import MODEL, Backend, http_stack
+from tests import answer_watch, openai_oracle
+from tests.answer_watch import WATCH
+from tests.pipeline.gateway_support import MODEL, Backend, completion, http_stack
+from tests.pipeline.test_gateway_connections import connect, request
 
 CHOICE = {"index": 0, "text": "hi", "logprobs": None, "finish_reason": "stop"}
 USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -48,6 +52,63 @@ def test_it_finds_faults_in_streams_and_in_numbers() -> None:
             openai_oracle.check("/v1/chat/completions", 200, "text/event-stream", body)
     with pytest.raises(AssertionError, match="NaN"):
         openai_oracle.check("/v1/completions", 200, "application/json", b'{"a": NaN}')
+
+
+BAD = b'{"object": "list", "data": [{"id": "m"}]}'
+CUT = b'data: {"id": "x"}\n\ndata: {"id": "y'
+
+
+async def test_what_a_gateway_of_this_process_answers_is_watched() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        kind = b"text/event-stream" if scope["method"] == "POST" else b"application/json"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": CUT if scope["method"] == "POST" else BAD, "more_body": True})
+        if scope["path"] == "/v1/models":
+            await send({"type": "http.response.body", "body": b""})
+
+    async def taken(message: Any) -> None: ...
+
+    WATCH.faults()
+    for method, path, count in (
+        ("GET", "/v1/models", 3),  # of its only model three fields are missing
+        ("GET", "/v1/models/m", 0),  # broke off
+        ("POST", "/v1/completions", 4),
+        ("POST", "/v1/messages", 0),
+        ("POST", "/other", 0),
+    ):
+        await answer_watch._tapped(app)({"type": "http", "method": method, "path": path}, None, taken)
+        assert len(WATCH.faults()) == count, path
+
+
+@pytest.mark.parametrize("kind", ["httpx", "openai"])
+async def test_what_clients_read_from_other_gateways_is_watched(kind: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nx-request-id: r\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(BAD) + BAD)
+        writer.close()
+
+    WATCH.faults()
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        if kind == "openai":
+            async with openai.AsyncOpenAI(base_url=url, api_key="k") as client:
+                await client.models.list()
+        else:
+            async with httpx.AsyncClient() as plain:
+                await plain.get(f"{url}/models")
+    assert len(WATCH.faults()) == 3
+
+
+async def test_what_clients_of_any_kind_see_is_watched() -> None:
+    async with http_stack() as (_, url):
+        before = openai_oracle.answers["CreateCompletionResponse"]
+        reader, writer = await connect(url)
+        writer.write(request(completion(max_tokens=2), "/v1/completions"))
+        await reader.readuntil(b"}}")
+        writer.close()
+    assert WATCH.faults() == []
+    assert openai_oracle.answers["CreateCompletionResponse"] == before + 1
 
 
 async def test_llm_comply_passes_all_that_a_text_model_can() -> None:

@@ -231,7 +231,7 @@ BAD = {
     "no key": Bad(401, "invalid_api_key", None, chat_body(), key=None),
     "wrong key": Bad(401, "invalid_api_key", None, chat_body(), key="sk-baton-wrong"),
     "wrong method": Bad(405, "method_not_allowed", None, method="GET"),
-    "unknown path": Bad(404, "unknown_url", None, chat_body(), "responses/nothing"),
+    "unknown path": Bad(404, "unknown_url", None, chat_body(), "responses/nothing/more"),
     "huge body": Bad(413, "request_too_large", None, b" " * (17 * 1024 * 1024)),
     "not an admin": Bad(403, "forbidden", None, None, "../baton/cluster", "GET", OTHER_KEY),
 }
