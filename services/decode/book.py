@@ -24,7 +24,7 @@ from shared.contracts.parts import Totals, sum_totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
 from shared.engine.sequence_update import ERROR, PREEMPTED, REVOKED, SequenceUpdate
-from shared.engine.step_plan import ScheduledSequence
+from shared.engine.step_plan import StepPlan
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
@@ -116,10 +116,10 @@ class Book:
         if changed:
             self.shell.changed()
 
-    def take_drawn(self, rows: Sequence[ScheduledSequence], drawn: Sequence[int]) -> None:
+    def take_drawn(self, plan: StepPlan, drawn: Sequence[int]) -> None:
         """What a step of a stretch drew: into frames; all else that it changed comes with the stretch's update."""
         now = self.shell.clock()
-        for row, token in zip(rows, drawn, strict=True):
+        for row, token in zip(plan.sequences, drawn, strict=True):
             entry = self._by_seq.get(row.seq_id)
             if entry is None:
                 continue
@@ -179,7 +179,6 @@ class Book:
         self.forget(held)
         for choice in held.running:
             choice.ended = reason
-        reserving.end_span(held)
         if held.sink is not None:
             self.handoff.apply(held, held.sink.close())
 
@@ -190,6 +189,8 @@ class Book:
             ended = await self.shell.call(cancel)
         except BatonError:  # the engine has stopped: nothing runs any more
             ended = []
+        finally:
+            reserving.end_span(held)
         totals += [held.account(c, t) for (_, c), t in zip(running, ended or [None] * len(running), strict=True) if t]
         self.shell.changed()
         return sum_totals(totals)

@@ -131,6 +131,16 @@ class RequestTable:
         answer = self._queued(record)
         return answer, self._pumped(now)
 
+    def withdraw(self, now: float, attempt: Attempt) -> list[Effect]:
+        """Its ingress wants it no more. One that was never heard of is remembered: its submit may come behind this."""
+        book, record = self._book, self._book.records.get(attempt.request_id)
+        ended = book.ended.epoch(attempt.request_id)
+        if record is not None and record.submit.attempt.epoch <= attempt.epoch:
+            book.end(now, record, dropped=True, outcome="withdrawn")
+        elif record is None and (ended is None or ended < attempt.epoch):
+            book.ended.add(attempt.request_id, attempt.epoch, dropped=True, now=now)
+        return self._pumped(now)
+
     def ingress_beat(self, now: float, beat: m.GatewayBeat) -> list[Effect]:
         """Drop what the ingress has waiting here and, twice in a row, does not list.
 

@@ -98,6 +98,7 @@ class SchedulerService:
         for subject, kind, handler in (
             (subjects.ANY_WORKER_BEAT, m.WorkerBeat, self._on_worker_beat),
             (subjects.ANY_GATEWAY_BEAT, m.GatewayBeat, self._on_gateway_beat),
+            (subjects.sched_withdraw(self._settings.pool), m.Withdraw, self._on_withdraw),
             (subjects.sched_beat(self._settings.pool), m.SchedulerBeat, self._on_scheduler_beat),
         ):
             self._subscriptions.append(await self._bus.subscribe(subject, kind, handler))
@@ -283,6 +284,10 @@ class SchedulerService:
             self._ingresses.heard(delivery.message.ingress_id, self._clock())
         else:
             self._run(self._table.ingress_beat(self._clock(), delivery.message))
+
+    def _on_withdraw(self, delivery: Delivery) -> None:
+        if self._table is not None:
+            self._run(self._table.withdraw(self._clock(), delivery.message.attempt))
 
     def _on_scheduler_beat(self, delivery: Delivery) -> None:
         if changes := self._leadership.seen(delivery.message.term):

@@ -168,6 +168,16 @@ class Queued(Message, frozen=True, kw_only=True):
     predicted_ttft_s: float = 0.0
 
 
+class Withdraw(Message, frozen=True, kw_only=True):
+    """ingress → scheduler, `sched.<pool>.withdraw`: the client has gone, or will get no more. What waits here of this
+    epoch or an earlier one is not placed any more, and what is being placed is cancelled.
+
+    At most once: where it is lost, beats that no longer list the request say the same, later.
+    """
+
+    attempt: Attempt
+
+
 class SchedulerBeat(Message, frozen=True, kw_only=True):
     """scheduler → all, `sched.<pool>.beat`. A new term makes ingresses resend what has no first token."""
 

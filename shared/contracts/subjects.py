@@ -44,6 +44,10 @@ def sched_submit(pool: str) -> str:
     return f"{PREFIX}.sched.{_id(pool)}.submit"
 
 
+def sched_withdraw(pool: str) -> str:
+    return f"{PREFIX}.sched.{_id(pool)}.withdraw"
+
+
 def sched_beat(pool: str) -> str:
     return f"{PREFIX}.sched.{_id(pool)}.beat"
 
@@ -220,6 +224,7 @@ HOPS: tuple[Hop, ...] = (
         m.PolicyEvent,
     ),
     Hop("sched.submit", "request", f"{PREFIX}.sched.*.submit", INGRESS, ("scheduler",), m.Submit, m.Queued | m.Refusal),
+    Hop("sched.withdraw", "publish", f"{PREFIX}.sched.*.withdraw", INGRESS, ("scheduler",), m.Withdraw),
     Hop("sched.beat", "publish", ANY_SCHED_BEAT, ("scheduler",), (*INGRESS, "scheduler", *WORKERS), m.SchedulerBeat),
     Hop(
         "gateway.event",

@@ -17,6 +17,7 @@ class Gauges:
     running: int
     waiting: int
     ended: int  # finished, blocks still held
+    leaving: int  # of those the ones whose blocks are free as soon as the steps in flight are done
     queue_tokens: int  # prompt tokens to compute here that are not yet planned
     blocks: tuple[BlockCounts, ...]  # one per layer group
     held_back: tuple[int, ...]  # available blocks that no newcomer gets, per layer group
@@ -31,6 +32,7 @@ def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoo
         running=statuses.count(SequenceStatus.RUNNING),
         waiting=statuses.count(SequenceStatus.WAITING) + statuses.count(SequenceStatus.PREEMPTED),
         ended=statuses.count(SequenceStatus.FINISHED),
+        leaving=sum(bool(seq.finish and seq.steps_in_flight) for seq in sequences),
         queue_tokens=sum(seq.num_waiting_tokens for seq in sequences),
         blocks=pool.counts,
         held_back=room.held_back,

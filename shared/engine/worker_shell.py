@@ -226,6 +226,8 @@ class WorkerShell:
     async def _refresh(self, at_once: bool = True) -> None:
         with contextlib.suppress(BatonError):
             self._gauges = await self.call(lambda batcher: batcher.gauges(), at_once=at_once)
+            if self._gauges.leaving:
+                self.changed()  # soon; nothing else would tell of it before the next second
 
     async def _beat_loop(self) -> None:
         refresh: asyncio.Task[None] | None = None

@@ -32,6 +32,7 @@ from shared.contracts.messages import (
     StreamReplay,
     StreamReplayed,
     Submit,
+    Withdraw,
 )
 from shared.contracts.tokens import pack_tokens
 from shared.ingress.choice_output import Piece
@@ -239,6 +240,8 @@ class Session:
                 case fx.End():
                     self._news.set()
                     self._end_stream_span(effect)
+                    if effect.finish in ("cancelled", "error"):
+                        self._run(self._withdraw())
                     self._metrics.ended(self._clock(), effect, len(self.plan.prompt))
                 case fx.SubmitAttempt():
                     self._metrics.submitted(effect.attempt.epoch)
@@ -304,6 +307,10 @@ class Session:
             return
         now = self._clock()
         self.apply(self.stream.on_queued(term, now) if error is None else self.stream.on_submit_failed(error, now))
+
+    async def _withdraw(self) -> None:
+        """The scheduler must not begin what nobody waits for; of what it has placed it forgets the place."""
+        await self._bus.publish(subjects.sched_withdraw(self.model.pool), Withdraw(attempt=self.stream.attempt))
 
     async def _replay(self, effect: fx.AskReplay) -> None:
         message = StreamReplay(attempt=effect.attempt, choice=effect.choice, from_seq=effect.from_seq)

@@ -106,6 +106,7 @@ FREE_WORDS = {
     "superseded": "a newer attempt took its place",
     "released": "the decode worker no longer wants it",
     "refused": "the worker could not begin it",
+    "withdrawn": "its client had gone, or its ingress had ended it",
     "stopping": "the worker was stopping",
 }
 """Why a prefill worker let its blocks go."""

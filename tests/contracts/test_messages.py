@@ -115,6 +115,7 @@ def test_ids_that_could_break_a_subject_are_refused(bad: str) -> None:
 def test_table_patterns_cover_the_built_subjects() -> None:
     built = {
         subjects.sched_submit("default"),
+        subjects.sched_withdraw("default"),
         subjects.sched_beat("default"),
         subjects.gateway_event(IngressId("gw-1")),
         subjects.gateway_beat(IngressId("gw-1")),

@@ -105,6 +105,7 @@ class Backend:
     running: dict[RequestId, Running] = field(default_factory=dict)
     cancels: list[m.Cancel] = field(default_factory=list)
     finishes: list[m.Finish] = field(default_factory=list)
+    withdrawals: list[m.Withdraw] = field(default_factory=list)
     authentications: int = 0
     frames: int = 0
     events: int = 0
@@ -120,6 +121,7 @@ class Backend:
         if self.policy:
             await self._serve_policy()
         await bus.serve(subjects.sched_submit("default"), m.Submit, self._submit)
+        await bus.subscribe(subjects.sched_withdraw("default"), m.Withdraw, self._on_withdraw)
         await self.serve_worker(self.worker)
         self._spawn(self._beats())
         yield self
@@ -187,6 +189,9 @@ class Backend:
             return m.Refusal(error=to_wire(self.scheduler_refuses))
         self._spawn(self._place(submit))
         return m.Queued(term=Term(1))
+
+    def _on_withdraw(self, delivery: Delivery) -> None:
+        self.withdrawals.append(delivery.message)
 
     async def _place(self, submit: m.Submit) -> None:
         attempt = Attempt(submit.attempt.request_id, submit.attempt.epoch, Dispatch(1))

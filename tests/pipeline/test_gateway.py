@@ -202,6 +202,12 @@ async def test_a_client_that_leaves_an_unstreamed_request_cancels_it_too() -> No
                 await client.post("/v1/completions", json=completion(), headers=HEADERS, timeout=0.3)
         await stack.settled()
         assert [cancel.reason for cancel in backend.cancels] == ["client_gone"]
+        # the scheduler is told as well
+        async with asyncio.timeout(10):
+            while not backend.withdrawals:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (withdrawn,) = backend.withdrawals
+        assert withdrawn.attempt.request_id == backend.submits[0].attempt.request_id
         backend.hold.set()  # type: ignore[union-attr]
 
 

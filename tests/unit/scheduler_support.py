@@ -158,6 +158,9 @@ class Bench:
         self.take(effects)
         return answer
 
+    def withdraw(self, name: str, epoch: int = 1) -> None:
+        self.take(self.table.withdraw(self.now, attempt(name, epoch)))
+
     def pop(self, kind: type[Any]) -> Any:
         """Take out the oldest effect of a kind."""
         found = next(e for e in self.effects if isinstance(e, kind))

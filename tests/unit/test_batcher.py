@@ -434,6 +434,19 @@ def test_an_output_that_does_not_fit_changes_nothing() -> None:
     assert batcher.commit(output_of(plan))
 
 
+def test_what_was_cancelled_under_a_step_is_leaving_until_that_is_done() -> None:
+    batcher = make_batcher()
+    batcher.reserve(make_spec())
+    plan = batcher.plan()
+    assert plan is not None
+    assert batcher.gauges().leaving == 0
+    batcher.cancel("a")
+    found = batcher.gauges()
+    assert (found.leaving, found.ended, used(batcher) != [0]) == (1, 1, True)
+    batcher.commit(output_of(plan))
+    assert (batcher.gauges().leaving, used(batcher)) == (0, [0])
+
+
 # ------------------------------------------------------------------------------------------ hand-off
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, PlacingEnded
+from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, PlacingEnded
 from services.scheduler.record import State
 from shared.contracts import messages as m
 from shared.contracts.errors import ErrorInfo
@@ -121,6 +121,60 @@ def test_a_match_that_does_not_come_counts_as_no_match() -> None:
     assert 0.02 <= ask.timeout_s <= 0.5
     bench.take(bench.table.matched(0.0, ask.attempt, None))
     assert bench.pop(AskReserve).message.tags == ()
+
+
+def test_what_is_withdrawn_from_the_queue_is_never_placed() -> None:
+    bench = pair(gather_s=1.0)
+    bench.submit(submit("r"))
+    bench.submit(submit("other"))
+    bench.withdraw("r")
+    assert (bench.table.queued, state(bench, "other")) == (1, State.QUEUED)
+    bench.submit(submit("r"))  # a late duplicate
+    bench.now = 2.0
+    bench.beat("d1")
+    bench.match()
+    assert bench.reserve(reserved()).message.attempt.request_id == "other"
+    assert state(bench, "r") is None
+    assert [told.attempt.request_id for told in bench.told] == ["other"]
+
+
+def test_a_withdrawal_that_overtakes_its_submit_holds() -> None:
+    bench = pair()
+    bench.withdraw("r")
+    assert isinstance(bench.submit(submit("r")), m.Queued)
+    assert (state(bench, "r"), bench.effects) == (None, [])
+    bench.submit(submit("r", epoch=2))  # the request again, in another life
+    bench.withdraw("r")
+    assert state(bench, "r") == State.MATCHING
+
+
+def test_what_is_withdrawn_while_it_is_placed_is_cancelled_there() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    ask: AskReserve = bench.pop(AskReserve)
+    bench.withdraw("r")
+    cancel: CancelAt = bench.pop(CancelAt)
+    assert (cancel.worker, cancel.message.attempt, cancel.message.reason) == ("d1", ask.message.attempt, "withdrawn")
+    ended: PlacingEnded = bench.pop(PlacingEnded)
+    assert ended.outcome == "withdrawn"
+    # the worker's yes was under way
+    bench.take(bench.table.reserve_replied(bench.now, ask.message.attempt, ask.worker, reserved()))
+    again: CancelAt = bench.pop(CancelAt)
+    assert again.message.attempt == ask.message.attempt
+    assert (bench.told, bench.effects) == ([], [])
+
+
+def test_of_what_has_its_place_a_withdrawal_frees_the_place() -> None:
+    bench = pair()
+    bench.submit(submit("r"))
+    bench.match()
+    bench.reserve(reserved())
+    assert bench.table.placed == 1
+    bench.withdraw("r", epoch=0)  # of an earlier life
+    assert bench.table.placed == 1
+    bench.withdraw("r")
+    assert (bench.table.placed, bench.table.queued) == (0, 0)
 
 
 def test_a_refused_grant_ends_the_request() -> None:
