@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -60,11 +61,24 @@ class Accounts:
 
         `ingress`: who holds the request, for `held_by`.
         """
-        arguments: list[str | bytes | int | float] = [*_head(now_us, limits), reservation_id, tokens, ttl_us, ingress]
-        arguments += [limits.max_parallel, asker.key_id, asker.max_parallel]
-        found = await self._redis.script(_RESERVE, self._quota_keys(tenant), arguments)
-        reason, retry_us, at_us, *used = found
-        return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6, _quota(tenant, limits, asker, used)
+        arguments = _reserving(now_us, limits, reservation_id, tokens, ttl_us, ingress, asker)
+        return _reserved(tenant, limits, asker, await self._redis.script(_RESERVE, self._quota_keys(tenant), arguments))
+
+    async def reserve_behind(
+        self,
+        commands: Sequence[Sequence[str]],
+        tenant: TenantId,
+        limits: Limits,
+        reservation_id: str,
+        tokens: int,
+        ttl_us: int,
+        ingress: IngressId,
+        asker: Asker,
+    ) -> tuple[list[Any], tuple[Verdict, float, Quota]]:
+        """As `reserve`, with commands before it in the same round trip; their replies too."""
+        arguments = _reserving(0, limits, reservation_id, tokens, ttl_us, ingress, asker)
+        replies, found = await self._redis.script_behind(commands, _RESERVE, self._quota_keys(tenant), arguments)
+        return replies, _reserved(tenant, limits, asker, found)
 
     async def used(self, tenant: TenantId, limits: Limits, now_us: int = 0, asker: Asker = NO_KEY) -> Quota:
         """What a tenant, and the key that asks, have used of their limits."""
@@ -136,6 +150,18 @@ class Accounts:
 
     def _quota_keys(self, tenant: TenantId) -> list[str]:
         return [self._key(tenant, what) for what in ("bucket", "holds", "expiry")]
+
+
+def _reserving(
+    now_us: int, limits: Limits, reservation_id: str, tokens: int, ttl_us: int, ingress: IngressId, asker: Asker
+) -> list[str | bytes | int | float]:
+    own = (limits.max_parallel, asker.key_id, asker.max_parallel)
+    return [*_head(now_us, limits), reservation_id, tokens, ttl_us, ingress, *own]
+
+
+def _reserved(tenant: TenantId, limits: Limits, asker: Asker, found: Sequence[bytes]) -> tuple[Verdict, float, Quota]:
+    reason, retry_us, at_us, *used = found
+    return Verdict(reason.decode(), int(retry_us)), int(at_us) / 1e6, _quota(tenant, limits, asker, used)
 
 
 def _quota(tenant: TenantId, limits: Limits, asker: Asker, used: Sequence[bytes]) -> Quota:

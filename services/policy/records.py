@@ -23,6 +23,7 @@ return 1
 """
 _ATTEMPTS = 10
 
+Command = tuple[str, str, str]
 Record = TypeVar("Record", TenantRecord, KeyRecord)
 
 
@@ -40,11 +41,24 @@ class Records:
 
     async def tenant(self, tenant: TenantId) -> TenantRecord | None:
         """The tenant's record."""
-        return _decoded(await self._redis.execute("HGET", self._tenants, tenant), TenantRecord)
+        return tenant_of(await self._redis.execute(*self.tenant_command(tenant)))
 
     async def key(self, key_hash: bytes) -> KeyRecord | None:
         """The key whose SHA-256 this is, revoked ones included."""
-        return _decoded(await self._redis.execute("HGET", self._keys, key_hash.hex()), KeyRecord)
+        return key_of(await self._redis.execute(*self.key_command(key_hash)))
+
+    def tenant_command(self, tenant: TenantId) -> Command:
+        """Reads what `tenant_of` decodes."""
+        return ("HGET", self._tenants, tenant)
+
+    def key_command(self, key_hash: bytes) -> Command:
+        """Reads what `key_of` decodes."""
+        return ("HGET", self._keys, key_hash.hex())
+
+    async def read(self, command: Command) -> bytes | None:
+        """What one of these commands reads."""
+        found: bytes | None = await self._redis.execute(*command)
+        return found
 
     async def key_by_id(self, tenant: TenantId, key_id: str) -> KeyRecord | None:
         """A tenant's key by the name it goes by."""
@@ -111,6 +125,16 @@ class Records:
 
 def _key_name(tenant: TenantId, key_id: str) -> str:
     return f"{tenant}/{key_id}"  # ids hold no slash
+
+
+def tenant_of(data: bytes | None) -> TenantRecord | None:
+    """The tenant that was read; None: there is none."""
+    return _decoded(data, TenantRecord)
+
+
+def key_of(data: bytes | None) -> KeyRecord | None:
+    """The key that was read; None: there is none."""
+    return _decoded(data, KeyRecord)
 
 
 def _decoded(data: bytes | None, record_type: type[Record]) -> Record | None:

@@ -18,15 +18,9 @@ from services.policy.accounts import Accounts
 from services.policy.admission import Terms
 from services.policy.ledger import plausible
 from services.policy.metrics import PolicyMetrics
+from services.policy.owners import Owner, Owners
 from services.policy.records import Records
-from services.policy.tenants import (
-    KeyRecord,
-    TenantRecord,
-    check_key,
-    default_output,
-    effective_limits,
-    identity,
-)
+from services.policy.tenants import KeyRecord, default_output, effective_limits, identity
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.bus.streams import AUDIT_STREAM, SETTLE_STREAM, STREAMS
 from shared.contracts import messages as m
@@ -74,6 +68,7 @@ class PolicyService:
         self._metrics = PolicyMetrics(metrics or Metrics("policy"))
         self._bus = bus
         self._records = records
+        self._owners = Owners(records)
         self._accounts = accounts
         self._signer = signer
         self._verifier = GrantVerifier(by_id([signer.public_key]))
@@ -104,7 +99,8 @@ class PolicyService:
         """Whose key it is. Raises Unavailable when Redis does not answer."""
         try:
             async with self._turns:
-                tenant, key = await self._owner(delivery.message.key_hash)
+                owner = await self._owners.read(delivery.message.key_hash)
+                tenant, key = owner.tenant, owner.key
                 found = identity(tenant, key, self._defaults.limits, self._defaults.max_tokens)
                 if not found.has_rates:
                     return found
@@ -197,26 +193,44 @@ class PolicyService:
         name = f"{record.service}/{record.number}/{record.wall_time_s!r}"
         await self._records.keep_audit(name, msgspec.json.encode(record))
 
-    async def _owner(self, key_hash: bytes) -> tuple[TenantRecord, KeyRecord]:
-        key = check_key(key_hash, await self._records.key(key_hash))
-        tenant = await self._records.tenant(key.tenant)
-        if tenant is None:
-            raise Unauthenticated("the API key is not valid")
-        return tenant, key
-
     async def _decide(self, ask: m.Admit, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:
         _in_time(delivery)
-        tenant, key = await self._owner(ask.key_hash)
+        owner = self._owners.known(ask.key_hash)
+        if owner is not None and (answer := await self._decide_as(owner, ask, delivery, span, again=True)) is not None:
+            return answer
+        owner = await self._owners.read(ask.key_hash)
+        answer = await self._decide_as(owner, ask, delivery, span, again=False)
+        assert answer is not None
+        return answer
+
+    async def _decide_as(
+        self, owner: Owner, ask: m.Admit, delivery: Delivery, span: Span, *, again: bool
+    ) -> m.Granted | m.Refusal | None:
+        """Decide for this owner. `again`: its records are read again with the reservation, in one round trip to Redis.
+
+        None when they have changed, or when by the old ones nothing would be reserved.
+        """
+        tenant, asker = owner.tenant, _asker(owner.key)
         limits = effective_limits(tenant.limits, self._defaults.limits)
+        try:
+            klass = admission.check(ask, tenant, limits)
+        except BatonError:
+            if again:
+                return None
+            raise
         span.set_attribute(attr.TENANT, tenant.id)
-        klass = admission.check(ask, tenant, limits)
         terms, tokens, reservation = self._defaults.terms, admission.reserved_tokens(ask), str(ask.request_id)
         ttl_us = int((terms.budget_s[klass] + terms.margin_s) * 1e6)
-        verdict, now_s, used = await self._accounts.reserve(
-            tenant.id, limits, reservation, tokens, ttl_us, ingress=ask.ingress_id, asker=_asker(key)
+        commands = self._owners.commands(ask.key_hash, owner) if again else ()
+        read, (verdict, now_s, used) = await self._accounts.reserve_behind(
+            commands, tenant.id, limits, reservation, tokens, ttl_us, ask.ingress_id, asker
         )
+        if again and not owner.holds(read):
+            if verdict.reason == quota.OK:
+                await self._accounts.release(tenant.id, limits, reservation)
+            return None
         if verdict.reason != quota.OK:
-            error, never = admission.refusal(verdict, limits, _asker(key))
+            error, never = admission.refusal(verdict, limits, asker)
             return msgspec.structs.replace(_refused(span, error, never), quota=used)
         try:
             _in_time(delivery)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import redis.asyncio
@@ -43,13 +44,39 @@ class RedisStore:
 
     async def script(self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]) -> Any:
         """Run a Lua script, atomically, by its digest; the source is sent only when the server lacks it."""
-        digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
         rest = (len(keys), *keys, *arguments)
         async with self._failures():
             try:
-                return await self._client.execute_command("EVALSHA", digest, *rest)
+                return await self._client.execute_command("EVALSHA", _digest(source), *rest)
             except NoScriptError:
                 return await self._client.execute_command("EVAL", source, *rest)
+
+    async def script_behind(
+        self,
+        commands: Sequence[Sequence[str | bytes | int | float]],
+        source: str,
+        keys: Sequence[str],
+        arguments: Sequence[str | bytes | int | float],
+    ) -> tuple[list[Any], Any]:
+        """Commands and then a Lua script in one round trip; the replies of the commands, and the script's.
+
+        Others' commands may run between them: only the script is atomic. Raises Unavailable.
+        """
+        rest = (len(keys), *keys, *arguments)
+        async with self._failures():
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                pipeline.execute_command("EVALSHA", _digest(source), *rest)
+                *replies, found = await pipeline.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
+            if isinstance(found, NoScriptError):
+                found = await self._client.execute_command("EVAL", source, *rest)
+            elif isinstance(found, Exception):
+                raise found
+            return replies, found
 
     async def transaction(self, commands: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         """Run several commands in one MULTI/EXEC round trip; their replies in order. Raises Unavailable."""
@@ -113,6 +140,11 @@ async def connect_redis(redis_url: str, *, password: str = "") -> AsyncIterator[
         yield RedisStore(client)
     finally:
         await client.aclose()
+
+
+@lru_cache(maxsize=256)
+def _digest(source: str) -> str:
+    return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 @contextmanager

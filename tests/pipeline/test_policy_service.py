@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec.structs import replace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -368,6 +370,44 @@ async def test_a_revoked_key_opens_nothing_and_stays_revoked(world: World) -> No
         await world.admin.revoke_key(OTHER, "demo-key")
 
 
+async def test_a_known_owner_costs_one_round_trip_and_every_change_of_it_counts_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an owner that was asked about before
+    await world.admitted("r1")
+    trips: list[str] = []
+    connection = redis.asyncio.Connection.send_packed_command
+
+    async def counted(self: Any, command: Any, *args: Any, **kwargs: Any) -> Any:
+        trips.append(str(command))
+        return await connection(self, command, *args, **kwargs)
+
+    monkeypatch.setattr(redis.asyncio.Connection, "send_packed_command", counted)
+    # Then the next request takes one round trip
+    await world.admitted("r2")
+    assert len(trips) == 1
+    # And what changes is in force for the next one: a limit that is lower, a model that is closed, one that is opened
+    await world.records.change_tenant(DEMO, lambda t: replace(t, limits=replace(t.limits, max_output_tokens=15)))
+    assert error_of(await world.ask("r3")).param == "max_tokens"
+    await world.records.change_tenant(DEMO, lambda t: replace(t, limits=OwnLimits(), models=("other",)))
+    assert error_of(await world.ask("r4")).status == 404
+    await world.records.change_tenant(DEMO, lambda t: replace(t, models=("m",)))
+    await world.admitted("r5")
+    # And a revoked key opens nothing: what was reserved before that was seen is let go
+    held = int((await world.accounts.quota(DEMO))["held"])
+    await world.admin.revoke_key(DEMO, "demo-key")
+    assert error_of(await world.ask("r6")).status == 401
+    assert int((await world.accounts.quota(DEMO))["held"]) == held
+    assert error_of(await world.ask("r7")).status == 401
+
+
+async def test_a_script_that_redis_forgot_is_sent_again_with_the_commands_before_it(world: World) -> None:
+    await world.admitted("r1")
+    await world.redis.execute("SCRIPT", "FLUSH")
+    await world.admitted("r2")
+    assert (await world.accounts.quota(DEMO))["held"] == "60"
+
+
 async def test_changes_are_audited_without_losing_one(world: World) -> None:
     await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=3))
     assert await world.admin.raise_generation(DEMO) == 2
@@ -445,14 +485,14 @@ async def test_without_redis_policy_fails_closed(own_redis_server: RedisServer, 
 
 
 async def test_an_asker_who_has_gone_leaves_nothing_reserved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = world.accounts.reserve
+    reserve = world.accounts.reserve_behind
 
     async def slow(*args: Any, **kwargs: Any) -> Any:
         answer = await reserve(*args, **kwargs)
         await asyncio.sleep(0.2)
         return answer
 
-    monkeypatch.setattr(world.accounts, "reserve", slow)
+    monkeypatch.setattr(world.accounts, "reserve_behind", slow)
     message = m.Admit(request_id=RequestId("r"), key_hash=DEMO_HASH, model="m", num_prompt_tokens=1, max_tokens=1)
     with pytest.raises(Unavailable):
         await world.bus.request(subjects.POLICY_ADMIT, message, m.Granted | m.Refusal, timeout_s=0.1)
