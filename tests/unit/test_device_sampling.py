@@ -5,6 +5,8 @@ The model is a table of logits by token and position; everything behind the logi
 
 from __future__ import annotations
 
+import contextlib
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +25,7 @@ from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import STUCK, Batcher
 from shared.engine.batcher_config import BatcherConfig
+from shared.engine.block_room import ReservationRefused
 from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device_compute import DeviceCompute, StepLimits
 from shared.engine.device_runner import DeviceRunner
@@ -140,8 +143,13 @@ class Running:
         tokens = (*prompt, *done)
         self.batcher.reserve(SequenceSpec(seq_id, tokens, len(prompt), sampling, frozenset({EOS})))
 
-    def all(self, preempt: Collection[str] = ()) -> None:
-        """Run until all have ended; some lose their blocks when they have three tokens."""
+    def all(self, preempt: Collection[str] = (), between: Callable[[Batcher], None] = lambda batcher: None) -> None:
+        """Run until all have ended.
+
+        Args:
+            preempt: who loses its blocks when it has three tokens.
+            between: called after each step.
+        """
         ahead: deque[Callable[[], StepOutput]] = deque()
         while True:
             while (plan := self.batcher.plan()) is not None:
@@ -157,6 +165,7 @@ class Running:
                 self.logprobs[update.seq_id] += (*update.prompt_logprobs, *update.logprobs)
                 if update.finish:
                     self.ends[update.seq_id] = update
+            between(self.batcher)
         self.batcher.check()
 
 
@@ -266,6 +275,53 @@ def test_the_burst_before_ready_has_as_many_rows_of_logits_as_a_step_can() -> No
     assert (len(output.sampled[0]), output.sampled[1], output.bad_rows) == (1, (), frozenset())
     assert [len(entry.top) for entry in output.logprobs[1]] == [20] * 4
     steps.close()
+
+
+def made_up(rng: random.Random) -> tuple[list[int], SamplingParams]:
+    """A prompt and what is asked of its output: some of everything."""
+    bound = rng.random() < 0.25
+    biases = {rng.randrange(VOCAB): rng.choice([5.0, -50.0, 9.0]) for _ in range(rng.choice([0, 0, 4]))}
+    params = sampled(
+        90 if bound else rng.randint(1, 12),
+        temperature=rng.choice([0.0, 1.0, 2.0]),
+        top_k=rng.choice([0, 0, 9]),
+        top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.1]),
+        seed=rng.getrandbits(64),
+        repetition_penalty=rng.choice([1.0, 1.4]),
+        presence_penalty=rng.choice([0.0, 1.2]),
+        frequency_penalty=rng.choice([0.0, 0.9]),
+        logit_bias=tuple(biases.items()),
+        min_tokens=0 if bound else rng.choice([0, 0, 3]),
+        stop_token_ids=() if bound else (40, 41),
+        logprobs=rng.choice([-1, -1, 0, 4]),
+        prompt_logprobs=rng.choice([-1, -1, -1, 2]),
+        grammar=rng.choice([KINDS, BOUNDS]) if bound else "",
+        ignore_eos=not bound,
+    )
+    return [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 30))], params
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_company_comes_and_goes_each_draws_what_it_draws_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    cases = {f"s{i}": made_up(rng) for i in range(14)}
+    running = Running(device_runner, num_blocks=22)
+    waiting = deque(cases)
+
+    def between(batcher: Batcher) -> None:
+        with contextlib.suppress(ReservationRefused):
+            while waiting:
+                running.add(waiting[0], *cases[waiting[0]])
+                waiting.popleft()
+        if rng.random() < 0.2:
+            batcher.preempt(rng.choice(list(cases)))
+
+    between(running.batcher)
+    running.all(between=between)
+    assert not waiting
+    require_same(running, cases)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -230,6 +231,48 @@ def test_penalties_bias_and_mask_equal_the_reference() -> None:
             if line >= 0:
                 before[line, found] += 1
         assert torch.equal(given.penalties.counts, before)  # type: ignore[union-attr]
+
+
+def made_up(rng: random.Random, vocab_size: int) -> RowSampling:
+    """A row with some of everything."""
+
+    def ids(most: int) -> tuple[int, ...]:
+        return tuple(rng.choices(range(vocab_size), k=rng.randint(0, most)))
+
+    adjustment = Adjustment(
+        rng.choice([1.0, 1.3, 0.7, 2.0]),
+        rng.choice([0.0, 1.5, -2.0]),
+        rng.choice([0.0, 0.6, -0.3]),
+        ids(20),
+        ids(30),
+        {i: rng.choice([3.0, -5.0, -np.inf, 100.0]) for i in ids(3)},
+        frozenset(ids(40)) if rng.random() < 0.4 else None,
+    )
+    return RowSampling(
+        rng.choice([0.0, 0.3, 1.0, 4.0]),
+        rng.choice([0, 1, 5, 50]),
+        rng.choice([1.0, 0.95, 0.4]),
+        rng.getrandbits(64),
+        rng.getrandbits(33),
+        rng.choice([0.0, 0.05, 0.6]),
+        adjustment,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_asked_the_tokens_are_the_references(seed: int) -> None:
+    rng = random.Random(seed)
+    vocab_size = rng.choice([33, 300, 4130])
+    rows = [made_up(rng, vocab_size) for _ in range(24)]
+    logits = logits_of(len(rows), vocab_size, rng.choice([0.5, 3.0]), seed)
+    adjustments = [row.adjustment for row in rows if row.adjustment is not None]
+    drawn = sample(logits.to(DEVICE), adjusted_rows(tensors(rows), adjustments, vocab_size))
+    expected = sample_reference(logits, rows)
+    assert drawn.finite.tolist() == [int(token >= 0) for token in expected]
+    assert [token for token, row in zip(drawn.tokens.tolist(), expected, strict=True) if row >= 0] == [
+        token for token in expected if token >= 0
+    ]
 
 
 def test_rows_that_give_no_token_are_told_as_the_reference_tells_them() -> None:
