@@ -91,5 +91,6 @@ def _response(output: Schema) -> Schema:
         "service_tier": TIERS,
         "user": TEXT,
         "safety_identifier": TEXT,
+        "prompt_cache_key": TEXT,
     }
-    return object_of(fields, optional=("usage", "service_tier", "user", "safety_identifier"))
+    return object_of(fields, optional=("usage", "service_tier", "user", "safety_identifier", "prompt_cache_key"))

@@ -19,6 +19,7 @@ from shared.ingress.openai_schema import (
     EXTENSIONS,
     MAX_BIASES,
     MAX_CHOICES,
+    MAX_IDENTIFIER_CHARS,
     MAX_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
@@ -29,7 +30,7 @@ from shared.ingress.openai_schema import (
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
-DESCRIBES = frozenset({"user", "safety_identifier", "metadata"})
+DESCRIBES = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadata"})
 """Fields that say something about a request and ask for nothing."""
 
 MEANING: Mapping[str, str] = {
@@ -57,13 +58,14 @@ MEANING: Mapping[str, str] = {
     "prediction": "no predicted outputs",
     "presence_penalty": "-2 to 2, once for a token that was put out",
     "prompt": "text, token ids, or a list of either: each prompt has its own choices, counted on",
-    "prompt_cache_key": "cache scopes come from the tenant alone",
-    "prompt_cache_options": "the same",
+    "prompt_cache_key": f"at most {MAX_IDENTIFIER_CHARS} characters; a hint that nothing needs: what is cached is found "
+    "by content, all over the tenant",
+    "prompt_cache_options": "cache scopes come from the tenant alone",
     "prompt_cache_retention": "retention comes from the tenant's record",
     "reasoning_effort": "models here have no levels of it",
     "repetition_penalty": "above 0, at most 10: logits of tokens in prompt or output divided or multiplied by it",
     "response_format": "text, json_object, json_schema",
-    "safety_identifier": "any text; not kept",
+    "safety_identifier": f"at most {MAX_IDENTIFIER_CHARS} characters; not kept",
     "seed": "64 bits, signed or not: the same seed gives the same text",
     "service_tier": "`priority` asks for class interactive, `flex` for analysis, never above the tenant's own; "
     "`auto` and `default` take that one. The answer tells which served",

@@ -4,7 +4,8 @@ The written rule: a parameter works, or is refused with a 400 that names it.
 
 - Types are strict: `"5"` is not an integer, nor is `true`; NaN and infinities are refused.
 - A known OpenAI parameter that is not supported is accepted only with a value that changes nothing (`NEUTRAL`).
-- An unknown field is refused. `user`, `safety_identifier`, `metadata` and `store: false` are accepted: they describe.
+- An unknown field is refused. `user`, `safety_identifier`, `prompt_cache_key`, `metadata` and `store: false` are
+  accepted: they describe.
 
 Extensions beside OpenAI's fields are in `EXTENSIONS`. What it does not know: tokens, tenants, the model's context.
 """
@@ -29,6 +30,9 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_IDS = 64
+MAX_IDENTIFIER_CHARS = 64
+"""Of what a client calls its user or its conversation by."""
+Identifier = Annotated[str, Field(max_length=MAX_IDENTIFIER_CHARS)]
 
 CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -37,7 +41,6 @@ CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
-    "prompt_cache_key": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
     "reasoning_effort": (None,),
@@ -201,7 +204,7 @@ class _Generation(Strict):
     timings: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
-    safety_identifier: str | None = None
+    safety_identifier: Identifier | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata, json_schema_input_type=_MetadataForm)] = None
 
     @property
@@ -237,6 +240,7 @@ class ChatRequest(_Generation):
     tools: Annotated[list[Tool] | None, AfterValidator(check_tools)] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    prompt_cache_key: Identifier | None = None
 
     @property
     def output_limit(self) -> int | None:

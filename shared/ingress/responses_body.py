@@ -265,7 +265,7 @@ def _repeated(asked: ResponsesRequest, plan: RequestPlan) -> dict[str, Any]:
         "tools": [_tool(tool.model_dump()) for tool in asked.tools or ()],
         "truncation": "disabled",
     }
-    described = {"user": asked.user, "safety_identifier": asked.safety_identifier}
+    described = {name: getattr(asked, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
     return told | {name: value for name, value in described.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shared.ingress.openai_schema import MAX_METADATA
+from shared.ingress.openai_schema import MAX_METADATA, Identifier
 from shared.ingress.structure_schema import JsonObjectFormat, NamedSchema, TextFormat
 from shared.ingress.tool_schema import MAX_TOOLS, Arguments, CallId, FunctionName, Strict, ToolSchema, encodable
 
@@ -20,7 +20,6 @@ RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "max_tool_calls": (None,),
     "moderation": (None,),
     "prompt": (None,),
-    "prompt_cache_key": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
     "top_logprobs": (None, 0),
@@ -177,4 +176,5 @@ class ResponsesRequest(Strict):
     previous_response_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
     user: str | None = None
-    safety_identifier: str | None = None
+    safety_identifier: Identifier | None = None
+    prompt_cache_key: Identifier | None = None

@@ -125,9 +125,10 @@ def test_parameters_are_those_of_the_chat_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
-        ({"background": True}, "background"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": "yes"}, "store"),
+        ({"store": False, "background": True}, "background"),
+        ({"previous_response_id": ""}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
@@ -159,6 +160,8 @@ def test_parameters_are_those_of_the_chat_request() -> None:
         ({"input": [{"type": [], "id": "x"}]}, "input.0.type"),
         ({"input": [{**CALL, "arguments": "["}]}, "input.0.arguments"),
         ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input.0.summary.0.type"),
+        ({"safety_identifier": "s" * 65}, "safety_identifier"),
+        ({"prompt_cache_key": "s" * 65}, "prompt_cache_key"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input.0.encrypted_content"),
     ],
 )
@@ -321,6 +324,8 @@ def test_the_response_repeats_its_request() -> None:
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
         "metadata": {"a": "b"},
         "user": "u",
+        "prompt_cache_key": "thread-1",
+        "safety_identifier": "s" * 64,
         "instructions": "i",
     }
     response = told([Piece(0, finish="stop")], writer(**asked))[-1]["response"]
@@ -328,3 +333,15 @@ def test_the_response_repeats_its_request() -> None:
     assert {name: response[name] for name in asked if name != "tools"} == {
         name: value for name, value in asked.items() if name != "tools"
     }
+
+
+def test_one_in_the_background_is_queued_first_and_may_be_cancelled() -> None:
+    found = writer(background=True)
+    events = [*found.queued(), *found.started(), *found.piece(Piece(0, text="a")), *found.cancelled()]
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        assert not openai_oracle.faults(event, openai_oracle.event_schemas()[event["type"]])
+    last = events[-1]["response"]
+    assert (last["status"], last["error"], last["output"][0]["status"]) == ("cancelled", None, "incomplete")
