@@ -20,6 +20,9 @@ from kernels.native.model import QUICK_LOGITS, NativeModel, group_struct
 from kernels.native.sampling import row_fields
 from kernels.sampling import RowSampling
 
+FEW_ROWS = 6
+"""Up to here rows are written one by one: a call of numpy takes as long as one of them."""
+
 
 class DecodeStep:
     """One step's arrays. Rows are written by `sit` and `place`, and the first so many computed by `run`.
@@ -39,6 +42,7 @@ class DecodeStep:
         self._tokens, self._positions, self._lengths = (self._array(rows).data for _ in range(3))
         self._slots = [self._array(rows).data for _ in pools]
         self._tables = [self._array(rows, blocks) for _ in pools]
+        self._block_ids = [table.data for table in self._tables]
         self._drawn, self._rechecked = (self._array(rows).data for _ in range(2))
         self._sampling = (RowStruct * rows)()
         # the position of every row's draw, within the structures
@@ -72,9 +76,12 @@ class DecodeStep:
     def follow(self, count: int) -> None:
         """The first `count` rows go on with the tokens they drew.
 
-        Raises IndexError, with nothing changed, when the array has no room for a row's next block. Whether the row has
-        that block is the caller's to know.
+        Raises IndexError when the array has no room for a row's next block. Whether the row has that block is the
+        caller's to know.
         """
+        if count <= FEW_ROWS:
+            self._follow_few(count)
+            return
         tokens, positions, lengths, drawn = (view[:count] for view in self._views)
         after = positions + 1
         slots = [
@@ -86,6 +93,16 @@ class DecodeStep:
         for view, found in zip(self._slot_views, slots, strict=True):
             view[:count] = found
         self._draw_positions[:count] += np.uint64(1)
+
+    def _follow_few(self, count: int) -> None:
+        parts = tuple(zip(self._slots, self._block_ids, self._sizes, strict=True))
+        for row in range(count):
+            after = self._positions[row] + 1
+            places = [table[row, after // size] * size + after % size for _, table, size in parts]
+            self._tokens[row], self._positions[row], self._lengths[row] = self._drawn[row], after, after + 1
+            for (slots, _, _), place in zip(parts, places, strict=True):
+                slots[row] = place
+            self._sampling[row].position = after + 1
 
     def run(self, count: int, looked_at: int) -> list[int]:
         """KV of the first `count` rows' tokens into the pools, and the token each draws; -1: its largest logit is not

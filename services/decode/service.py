@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from services.decode import reserving
 from services.decode.book import Book
@@ -37,7 +38,6 @@ from shared.contracts.message import Message
 from shared.contracts.parts import AttemptProgress
 from shared.engine.block_room import NeverFits, ReservationRefused
 from shared.engine.sequence_update import SequenceUpdate
-from shared.engine.step_plan import StepPlan
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
 from shared.engine.worker_shell import WorkerShell
@@ -86,7 +86,7 @@ class DecodeWorker:
         for verb, (message_type, handler) in handlers.items():
             self._subscriptions.append(await bus.serve(subjects.decode(worker, verb), message_type, handler))
         await self.shell.start(self)
-        self.shell.core.engine.on_drawn = self._on_drawn
+        self.shell.core.engine.on_drawn = partial(self.shell.hop, self.book.take_drawn)
 
     async def stop(self, limit_s: float) -> None:
         """Stop in the order `worker_shell` gives reasons for."""
@@ -346,10 +346,6 @@ class DecodeWorker:
     def take_updates(self, updates: list[SequenceUpdate]) -> None:
         """See `Role.take_updates`."""
         self.book.take_updates(updates)
-
-    def _on_drawn(self, plan: StepPlan, drawn: Sequence[int]) -> None:
-        """On the engine's executor thread."""
-        self.shell.hop(self.book.take_drawn, plan.sequences, drawn)
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.native.decode_step import FEW_ROWS
 from shared.contracts.errors import Internal
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
@@ -138,11 +139,12 @@ def test_one_in_a_crowd_keeps_its_tokens(ways: tuple[Way, Way]) -> None:
         free = list(range(NUM_BLOCKS))
 
 
-def test_a_stretch_is_the_same_as_its_steps(ways: tuple[Way, Way]) -> None:
+@pytest.mark.parametrize("count", [3, FEW_ROWS + 3])
+def test_a_stretch_is_the_same_as_its_steps(ways: tuple[Way, Way], count: int) -> None:
     short, long = ways
     free = list(range(NUM_BLOCKS))
     random.Random(3).shuffle(free)
-    texts = [Text(f"t{i}", 3 + 17 * i, HOW[i % 3], free) for i in range(5)]
+    texts = [Text(f"t{i}", 3 + 17 * i, HOW[i % 3], free) for i in range(count)]
     for text, (token,) in zip(texts, run(ways, 1, *(text.row() for text in texts)).sampled, strict=True):
         text.tokens.append(token)
     steps = 2 * BLOCK + 5
