@@ -58,11 +58,11 @@ class StoredResponses:
         request_id = _request_id(response_id)
         kept = await self._store.look(hashed, request_id)
         if asked["stream"] == "true":
-            return await self._stream(identity, hashed, request_id, asked["starting_after"])
+            return await self._stream(identity, hashed, request_id, kept, asked["starting_after"])
         if kept.final is not None:
             return json_response(kept.final)
         made_from = await self._made_from(hashed, request_id)
-        if kept.found.outcome == i.OPEN and await self._go_on(identity, hashed, made_from):
+        if await self._go_on(identity, hashed, kept, made_from):
             kept = await self._store.look(hashed, request_id)
         return json_response(_now(kept, made_from))
 
@@ -85,9 +85,7 @@ class StoredResponses:
         made_from = await self._made_from(hashed, request_id)
         _require_background(made_from.background)
         await self._store.cancel(hashed, request_id)
-        if kept.found.outcome == i.OPEN:
-            await self._go_on(identity, hashed, made_from, cancelled=True)
-        return json_response(_now(await self._ended(hashed, request_id), made_from))
+        return json_response(_now(await self._ended(identity, hashed, request_id, made_from), made_from))
 
     async def input_items(self, request: Request, response_id: str) -> Response:
         """GET /v1/responses/{id}/input_items: what it was made from: limit, order, after, before."""
@@ -105,12 +103,14 @@ class StoredResponses:
 
     # ------------------------------------------------------------------------------------------ inside
 
-    async def _stream(self, identity: Identity, hashed: bytes, request_id: RequestId, after: int | None) -> Response:
+    async def _stream(
+        self, identity: Identity, hashed: bytes, request_id: RequestId, kept: Kept, after: int | None
+    ) -> Response:
         made_from = await self._made_from(hashed, request_id)
         if not (made_from.background and made_from.stream):
             message = "only a response that was created with background and stream can be streamed again"
             raise InvalidInput(message, param="stream")
-        entry = await self._stored.follow(identity, hashed, made_from)
+        entry = await self._stored.follow(identity, hashed, made_from, cancelled=kept.found.cancelled)
         assert entry.state is not None
         headers = {"x-request-id": entry.state.request_id}
         answer = StoredAnswer(entry, headers, -1 if after is None else after)
@@ -124,24 +124,27 @@ class StoredResponses:
             raise NotFound("the response is not stored, or not yet", param="response_id")
         return found
 
-    async def _go_on(
-        self, identity: Identity, hashed: bytes, made_from: StoredRequest, *, cancelled: bool = False
-    ) -> bool:
-        """Nobody runs it: do so here. False when that cannot be now."""
+    async def _go_on(self, identity: Identity, hashed: bytes, kept: Kept, made_from: StoredRequest) -> bool:
+        """If nobody runs it, do so here. False when that is not so, or cannot be now."""
+        if kept.found.outcome != i.OPEN:
+            return False
         try:
-            (await self._stored.follow(identity, hashed, made_from, cancelled=cancelled)).detach()
+            entry = await self._stored.follow(identity, hashed, made_from, cancelled=kept.found.cancelled)
         except Unavailable as exc:
             log.warning("a response in the background is not gone on with yet: %s", exc.message)
             return False
+        entry.detach()
         return True
 
-    async def _ended(self, hashed: bytes, request_id: RequestId) -> Kept:
+    async def _ended(self, identity: Identity, hashed: bytes, request_id: RequestId, made_from: StoredRequest) -> Kept:
         """It, once it has ended; as it is when that takes long."""
-        end = asyncio.get_running_loop().time() + CANCEL_S
+        clock = asyncio.get_running_loop().time
+        end = clock() + CANCEL_S
         while True:
             kept = await self._store.look(hashed, request_id)
-            if kept.final is not None or asyncio.get_running_loop().time() > end:
+            if kept.final is not None or clock() > end:
                 return kept
+            await self._go_on(identity, hashed, kept, made_from)
             await asyncio.sleep(CANCEL_POLL_S)
 
 
