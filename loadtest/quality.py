@@ -2,7 +2,8 @@
 
 Teacher-forced: at every position of a text both models see the same tokens, and what they expect next is compared, as
 KL(float32 || configuration) in nats and by whether the most likely token is the same. float32 is computed by torch,
-apart from all native code. Batches do not change bits here, so what holds of prompts holds of decoding.
+apart from all native code; of a family that runs on a GPU alone, there. Batches do not change bits on a CPU, and on a
+GPU only the last ones, so what holds of prompts holds of decoding.
 
 Texts are cut into windows of at most `WINDOW` tokens, each begun anew; every position counts.
 """
@@ -19,10 +20,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from kernels.dispatch import UnknownKernels, choose
 from kernels.linear.quantize import QUANTS
 from loadtest.machine import this_machine
 from shared.contracts.errors import BatonError, Internal, SettingsError
@@ -30,11 +33,12 @@ from shared.contracts.ids import WorkerId
 from shared.engine.forward_batch import build_forward_batch
 from shared.engine.numerics import numerics_id
 from shared.engine.step_plan import ScheduledSequence, StepPlan
-from shared.kv.layout import PoolLayout
+from shared.kv.layout import KV_SETTINGS, PoolLayout
 from shared.kv.pool import Pool, create_pool
-from shared.model.config import layer_groups
+from shared.model.config import layer_groups, load_config
 from shared.model.decoder import Model, configuration_of, load_decoder
 from shared.model.digest import model_digest
+from shared.model.family import LLAMA
 from shared.model.fetch import cache_dir, fetch_default_model
 from shared.model.gguf_folder import model_folder
 from shared.model.kv_dtype import kv_dtype_of
@@ -54,12 +58,16 @@ from shared.model.quality_gate import (
 )
 from shared.text.tokenizer import load_tokenizer
 
+if TYPE_CHECKING:
+    from shared.model.device_decoder import DeviceDecoder
+
 TEXTS = Path(__file__).with_name("quality_texts")
 WINDOW = 2048
 CHUNK = 256
 BLOCK = 32
 ROWS = 64
 """Rows compared at a time: they are as wide as the vocabulary."""
+ON_GPU = "triton"
 ALL = (
     Configuration("native", "float32"),
     Configuration("native", "bfloat16"),
@@ -73,6 +81,14 @@ ALL = (
     Configuration("native", "bfloat16", "int8", kv="int8"),
 )
 """What `--all` measures; float32 on native kernels to see what two ways of summing float32 differ by."""
+ALL_ON_GPU = (
+    Configuration(ON_GPU, "bfloat16"),
+    Configuration(ON_GPU, "bfloat16", "int8"),
+    Configuration(ON_GPU, "bfloat16", "int4"),
+    Configuration(ON_GPU, "bfloat16", kv="int8"),
+    Configuration(ON_GPU, "bfloat16", "int8", kv="int8"),
+)
+"""The same with `--kernels triton`."""
 
 
 @dataclass(slots=True)
@@ -118,6 +134,10 @@ class Reader:
         layout = PoolLayout(self._groups, (len(self._table),) * len(self._groups))
         self.pool: Pool = create_pool(folder, WorkerId(name), layout)
 
+    def close(self) -> None:
+        """Unlink the pool."""
+        self.pool.close()
+
     @torch.inference_mode()
     def read(self, start: int, token_ids: Sequence[int]) -> Tensor:
         """Logits after each of the tokens from position `start`, the earlier ones having been read: [tokens, vocab]."""
@@ -132,7 +152,19 @@ def windows(token_ids: Sequence[int], longest: int) -> list[Sequence[int]]:
     return [token_ids[i : i + longest] for i in range(0, len(token_ids), longest)]
 
 
-def compare(reference: Reader, others: Sequence[Reader], token_ids: Sequence[int], longest: int) -> list[SetFigures]:
+class AnyReader(Protocol):
+    """A `Reader`, or one on a GPU."""
+
+    kv_dtype: str
+
+    def read(self, start: int, token_ids: Sequence[int]) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+def compare(
+    reference: AnyReader, others: Sequence[AnyReader], token_ids: Sequence[int], longest: int
+) -> list[SetFigures]:
     """One set's figures of each of the others. Raises Internal where a logit is not finite."""
     sums = [Sums() for _ in others]
     for window in windows(token_ids, longest):
@@ -152,18 +184,19 @@ def measure(folder: Path, wanted: Sequence[Configuration], threads: int) -> list
         Internal: a logit is not finite.
     """
     sets = load_sets(folder)
-    models = [_load(folder, one, threads) for one in (Configuration("torch", FLOAT32), *wanted)]
+    reference = Configuration("torch" if load_config(folder).family == LLAMA else ON_GPU, FLOAT32)
+    models = [_load(folder, one, threads) for one in (reference, *wanted)]
     longest = min(WINDOW, models[0].config.max_positions)
     figures: list[dict[str, SetFigures]] = [{} for _ in wanted]
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-quality-", dir=_memory_folder()))
         kept = [SAME, *(one.kv for one in wanted)]
         readers = [
-            Reader(model, Path(place), f"quality-{i}", longest, kv)
+            _reader(model, Path(place), f"quality-{i}", longest, kv)
             for i, (model, kv) in enumerate(zip(models, kept, strict=True))
         ]
         for reader in readers:
-            stack.callback(reader.pool.close)
+            stack.callback(reader.close)
         for name, token_ids in sets.items():
             for i, found in enumerate(compare(readers[0], readers[1:], token_ids, longest)):
                 figures[i][name] = found
@@ -175,11 +208,27 @@ def measure(folder: Path, wanted: Sequence[Configuration], threads: int) -> list
     ]
 
 
-def _load(folder: Path, wanted: Configuration, threads: int) -> Model:
+def _load(folder: Path, wanted: Configuration, threads: int) -> Model | DeviceDecoder:
+    if wanted.kernels == ON_GPU:
+        try:
+            choose(ON_GPU)
+        except UnknownKernels as exc:
+            raise SettingsError(str(exc), param="--kernels") from exc
+        from loadtest.quality_device import load_on_device
+
+        return load_on_device(folder, wanted)
     model = load_decoder(folder, wanted.dtype, wanted.kernels, threads=threads, quant=wanted.quant)
     if configuration_of(model) != replace(wanted, kv=SAME):
         raise SettingsError(f"kernels {wanted.kernels!r} cannot be had here", param="--kernels")
     return model
+
+
+def _reader(model: Model | DeviceDecoder, folder: Path, name: str, longest: int, kv: str) -> AnyReader:
+    if model.kernels.triton:
+        from loadtest.quality_device import DeviceReader
+
+        return DeviceReader(cast("DeviceDecoder", model), longest, kv, BLOCK)
+    return Reader(cast("Model", model), folder, name, longest, kv)
 
 
 def load_sets(folder: Path) -> dict[str, list[int]]:
@@ -217,8 +266,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         cache = cache_dir(os.environ)
         folder = model_folder(options.model, cache, _say) if options.model else fetch_default_model(cache, _say)
-        one = Configuration(options.kernels, options.dtype, options.quant, options.kv)
-        wanted = ALL if options.all else (one,)
+        kv = KV_SETTINGS.get(options.kv, options.kv)
+        one = Configuration(options.kernels, options.dtype, options.quant, kv)
+        all_of_them = ALL_ON_GPU if options.kernels == ON_GPU else ALL
+        wanted = all_of_them if options.all else (one,)
         keep = SHIPPED if options.ship else own_results(cache_dir(os.environ))
         records = measure(folder, wanted, threads)
         for record in records:
@@ -252,8 +303,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
-    parser.add_argument("--kv", choices=(SAME, "int8"), default=SAME, help="of its KV (default: as it computes)")
-    parser.add_argument("--kernels", choices=("native", "torch"), default="native", help="default native")
+    parser.add_argument("--kv", choices=(SAME, *KV_SETTINGS), default=SAME, help="of its KV (default: as it computes)")
+    parser.add_argument("--kernels", choices=("native", "torch", ON_GPU), default="native", help="default native")
     parser.add_argument("--all", action="store_true", help="every configuration that could be a default")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads (default 1: torch's spin)")
     parser.add_argument("--ship", action="store_true", help="keep the result with the code, not in the cache")

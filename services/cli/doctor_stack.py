@@ -142,7 +142,7 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
     line = gate.describe(digest, configuration)
     if gate.allows(digest, configuration):
         return Finding("quality", OK, line)
-    unmeasured = gate.record(digest, configuration) is None and family != "triton"  # no measure there yet
+    unmeasured = gate.record(digest, configuration) is None
     flags = f"--kernels {family} --dtype {dtype} --quant {configuration.quant}"
     if kv != SAME:
         flags += f" --kv {settings.kv.dtype}"

@@ -40,9 +40,8 @@ def joined(parts: Sequence[Tensor | Int4Weight]) -> Tensor | Int4Weight:
         return parts[0]
     fours = [part for part in parts if isinstance(part, Int4Weight)]
     if len(fours) == len(parts) and len({four.group for four in fours}) == 1:
-        integers, scales, minima = (
-            torch.cat([getattr(four, name) for four in fours]) for name in ("integers", "scales", "minima")
-        )
+        integers = torch.cat([four.integers for four in fours])
+        scales, minima = (torch.cat(parts) for parts in zip(*((f.scales, f.minima) for f in fours), strict=True))
         return Int4Weight(integers, scales, minima, fours[0].group)
     return torch.cat([_floats(part) for part in parts])
 
@@ -51,8 +50,8 @@ def on_device(weight: Tensor | Int4Weight, device: torch.device) -> Tensor | Int
     """A copy there: what was read is part of its file's mapping, and would keep all of it."""
     if isinstance(weight, Tensor):
         return weight.to(device, copy=True)
-    parts = (part.to(device, copy=True) for part in (weight.integers, weight.scales, weight.minima))
-    return Int4Weight(*parts, weight.group)
+    integers, scales, minima = (part.to(device, copy=True) for part in (weight.integers, weight.scales, weight.minima))
+    return Int4Weight(integers, scales, minima, weight.group)
 
 
 def _floats(weight: Tensor | Int4Weight) -> Tensor:

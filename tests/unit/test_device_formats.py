@@ -17,6 +17,7 @@ from kernels.testing import DEVICE, INTERPRETED
 from kernels.dispatch import choose
 from kernels.linear.quantize import NONE, QUANTS, Int4Weight, to_int4, to_int8
 from kernels.linear.triton_weights import dequantized
+from loadtest import quality
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, RequestId
@@ -28,7 +29,9 @@ from shared.kv.handoff_sink import PullItem
 from shared.model import device_decoder
 from shared.model.device_decoder import load_device_decoder
 from shared.model.device_packing import joined, packed
+from shared.model.quality_gate import Configuration
 from tests.device_models import BLOCK, BLOCKS, GREEDY, SIZES, TOKENS, VOCAB, Runs, llama, part, save
+from tests.tiny_models import make_tiny_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # numpy's, in the interpreter
@@ -292,3 +295,20 @@ def test_every_format_is_another_numerics_id(folder: Path) -> None:
     }
     assert len(ids) == 12
     assert plain.kernels == choose("triton")
+
+
+def test_a_gpu_s_configurations_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over more than one window and chunk; KV of 8 bits and integer weights are farther off than bfloat16."""
+    folder = make_tiny_model(tmp_path, num_hidden_layers=1, head_dim=64)
+    monkeypatch.setattr(quality, "load_sets", lambda _: {"code": IDS[:20]})
+    monkeypatch.setattr(quality, "WINDOW", 12)
+    monkeypatch.setattr(quality, "CHUNK", 8)
+    wanted = [Configuration("triton", "float32"), Configuration("triton", "float32", "int8", "int8")]
+    plain, eight = quality.measure(folder, wanted, 1)
+    assert [record.configuration for record in (plain, eight)] == wanted
+    assert plain.sets["code"].positions == eight.sets["code"].positions == 20
+    assert plain.kl < 1e-6 < eight.kl < 0.1
+    assert plain.sets["code"].top1 == 1.0
+    assert "float32-int8" in eight.numerics
+    assert "-kv.int8-" in eight.numerics
+    assert (plain.numerics, plain.model) == (numerics_id("float32", choose("triton")), eight.model)

@@ -32,6 +32,7 @@ from tests.native import require_native
 from tests.tiny_models import make_tiny_model
 
 BF16 = Configuration("native", "bfloat16")
+GPU = Configuration("triton", "bfloat16")
 GOOD = SetFigures(1000, 0.001, 0.99)
 
 
@@ -166,6 +167,11 @@ def test_a_model_is_loaded_as_its_record_says(
     ]
     options = WorkerOptions(model_dir=folder, kv_dir=tmp_path, dtype=AUTO)
     assert on_gpu(options).dtype == "float32"
+    failed = {"code": SetFigures(100, 0.5, 0.9)}
+    keep_record(own_results(tmp_path), replace(record(), model=digest, configuration=GPU, sets=failed))
+    assert on_gpu(options).dtype == "float32"
+    keep_record(own_results(tmp_path), replace(record(), model=digest, configuration=GPU))
+    assert on_gpu(options).dtype == "bfloat16"
     assert on_gpu(replace(options, dtype="bfloat16")).dtype == "bfloat16"
 
 
