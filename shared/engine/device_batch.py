@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.engine.forward_batch import check_sequence
-from shared.engine.sampling_lines import NO_LINES, StepLines
+from shared.engine.sampling_lines import StepLines
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 from shared.kv.layout import LayerGroup
 
@@ -169,13 +169,14 @@ class BatchWriter:
         self._nothing_special = False  # is what the parts of `SPECIAL` hold
 
     def write(
-        self, plan: StepPlan, shape: StepShape, samples: Mapping[str, tuple[int, int]], lines: StepLines = NO_LINES
+        self, plan: StepPlan, shape: StepShape, samples: Mapping[str, tuple[int, int]], lines: StepLines | None = None
     ) -> None:
         """Lay the plan out.
 
         Args:
             samples: per sequence the first row and the number of the tokens the last step drew for it.
-            lines: of sequences with penalties, biases and grammars.
+            lines: of sequences with penalties, biases and grammars; None: no row asks for more than temperature,
+                top_k and top_p.
 
         Raises:
             ValueError: the plan breaks its contract, waits for a token that the last step did not draw, or names a
@@ -227,31 +228,32 @@ class BatchWriter:
         draws: list[tuple[float, float, int, int, int]] = []
         end = 0
         for sequence in plan.sequences:
-            end += len(sequence.token_ids)
-            first = end - sequence.num_logits
-            logit_rows.extend(range(first, end))
-            last = sequence.start + len(sequence.token_ids)
-            drawn = sequence.num_sampled
-            draws.extend([(0.0, 1.0, 0, 0, 0)] * (sequence.num_logits - drawn))
-            params = sequence.sampling
+            count, num_logits, params = len(sequence.token_ids), sequence.num_logits, sequence.sampling
+            end += count
+            logit_rows.extend(range(end - num_logits, end))
+            idle = num_logits if params is None else len(sequence.scored)
+            if idle:
+                draws.extend([_IDLE] * idle)
             if params is None:
                 continue
             seed = params.seed & (2**64 - 1)
             seed -= (seed >> 63) << 64  # the same bits, signed
-            positions = range(last - drawn + 1, last + 1)
-            draws.extend((params.temperature, params.top_p, params.top_k, seed, position) for position in positions)
+            last = sequence.start + count
+            for position in range(last - num_logits + idle + 1, last + 1):
+                draws.append((params.temperature, params.top_p, params.top_k, seed, position))
         columns = list(zip(*draws, strict=True)) if draws else [()] * 5
         self._fill("logit_rows", logit_rows, 0)
         names = ("temperature", "top_p", "top_k", "seed", "draw_position")
-        for name, column, padding in zip(names, columns, (0, 1, 0, 0, 0), strict=True):
+        for name, column, padding in zip(names, columns, _IDLE, strict=True):
             self._fill(name, column, padding)
 
-    def _write_special(self, plan: StepPlan, lines: StepLines) -> None:
-        plain = not any(map(_is_special, plan.sequences))
-        if plain and self._nothing_special:
+    def _write_special(self, plan: StepPlan, lines: StepLines | None) -> None:
+        if lines is None and self._nothing_special:
             return
-        self._nothing_special = plain
-        rows = [] if plain else [row for i, s in enumerate(plan.sequences) for row in _special_rows(s, i, lines)]
+        self._nothing_special = lines is None
+        rows: list[tuple[float, ...]] = []
+        if lines is not None:
+            rows = [row for i, s in enumerate(plan.sequences) for row in _special_rows(s, i, lines)]
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(SPECIAL)
         for (name, _, nothing), column in zip(SPECIAL, columns, strict=True):
             self._fill(name, column, nothing)
@@ -281,13 +283,8 @@ class BatchWriter:
         part[len(values) :] = padding
 
 
-def _is_special(sequence: ScheduledSequence) -> bool:
-    params = sequence.sampling
-    return bool(sequence.scored) or (
-        params is not None and (params.adjusts or params.min_p > 0 or params.logprobs >= 0)
-    )
-
-
+_IDLE = (0.0, 1.0, 0, 0, 0)
+"""Temperature, top_p, top_k, seed and position of a row that nothing is drawn from."""
 _NOTHING = tuple(nothing for _, _, nothing in SPECIAL)
 
 

@@ -39,9 +39,6 @@ class StepLines:
     texts: list[LineText] = field(default_factory=list)  # what to write before
 
 
-NO_LINES = StepLines()
-
-
 @dataclass(slots=True)
 class _Line:
     number: int
@@ -131,6 +128,29 @@ class SamplingLines:
     def _require_tokens(self, seq_id: str, tokens: Collection[int]) -> None:
         if min(tokens) < 0 or max(tokens) >= self._vocab_size:
             raise ValueError(f"{seq_id} has a token id outside [0, {self._vocab_size})")
+
+
+class PlainRows:
+    """Tells steps whose rows ask for temperature, top_k and top_p alone; remembers by place who did."""
+
+    def __init__(self) -> None:
+        self._plain: list[SamplingParams | None] = []
+
+    def all_of(self, rows: Sequence[ScheduledSequence]) -> bool:
+        """True when no row of the step asks for more."""
+        plain = self._plain
+        if len(plain) < len(rows):
+            plain += [None] * (len(rows) - len(plain))
+        for i, row in enumerate(rows):
+            params = row.sampling
+            if row.scored or (params is not plain[i] and params is not None and _asks_for_more(params)):
+                return False
+            plain[i] = params
+        return True
+
+
+def _asks_for_more(params: SamplingParams) -> bool:
+    return params.adjusts or params.min_p > 0 or params.logprobs >= 0
 
 
 def _needs(row: ScheduledSequence) -> bool:

@@ -129,8 +129,8 @@ def test_what_draws_look_at_beside_the_logits() -> None:
     assert found["draw_position"][3] == 3
 
     plain = StepPlan(2, (*(make(name, 2, (5,), (1,)) for name in "ab"), make("c", 0, (5,) * 5, (2,), num_logits=5)))
-    for step in (plain, plain, special, plain):
-        writer.write(step, StepShape(16, 4, 16, 1, 0), {})
+    for step, lines in ((plain, None), (plain, None), (special, StepLines()), (plain, None)):
+        writer.write(step, StepShape(16, 4, 16, 1, 0), {}, lines)
     for name, nothing in (("scored", -1), ("top", 0), ("bias_line", -1), ("repetition", 1), ("min_p", 0)):
         assert set(parts[name].tolist()) == {nothing}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared.contracts.sampling import SamplingParams
-from shared.engine.sampling_lines import LineText, SamplingLines
+from shared.engine.sampling_lines import LineText, PlainRows, SamplingLines
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 
 PENALIZED = SamplingParams(max_tokens=9, presence_penalty=1.0)
@@ -49,6 +50,32 @@ def test_a_line_goes_to_who_needs_it_and_comes_back_with_all_tokens() -> None:
     assert back.texts == [LineText(back.penalties[0], (PROMPT, (8, 9)))]
     with pytest.raises(ValueError, match="b has penalties, and a token before 7 that nobody knows"):
         lines.assign(plan(row("b", 6, IN_FLIGHT, PENALIZED)))
+
+
+def test_plain_steps_are_told_from_those_that_ask_for_more() -> None:
+    plain = PlainRows()
+    some = [SamplingParams(max_tokens=9, temperature=0.5, top_k=3, top_p=0.5, seed=i) for i in range(3)]
+    rows = [row(f"s{i}", 2, 6, params) for i, params in enumerate(some)]
+    assert plain.all_of(rows[:2])
+    assert plain.all_of(rows)
+    for changes in (
+        {"min_p": 0.1},
+        {"presence_penalty": -1.0},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": ((5, 1.0),)},
+        {"min_tokens": 2},
+        {"logprobs": 0},
+        {"grammar": "{}"},
+    ):
+        special = row("s1", 2, 6, msgspec.structs.replace(some[1], **changes))
+        for _ in range(2):
+            assert not plain.all_of([rows[0], special, rows[2]])
+        assert plain.all_of(rows)
+    scored = ScheduledSequence("s", 0, (1, 2), ((0,),), 2, None, scored=(2, 3))
+    assert not plain.all_of([scored])
+    prompt = ScheduledSequence("s", 0, (1, 2), ((0,),), 0, None)
+    assert plain.all_of([rows[0], prompt])
 
 
 def test_who_needs_no_line_gets_none() -> None:
