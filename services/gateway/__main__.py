@@ -52,6 +52,7 @@ async def main(runtime: Runtime) -> None:
     door = Door(service)
     listener = await stack.enter_async_context(serve(build_app(door), sock, config.edge))
     stack.push_async_callback(_drain, runtime, listener, service)
+    stack.push_async_callback((await door.stored.serve(runtime.bus)).stop)
     if config.probe_key:
         await _until_a_token_came(door, runtime.stop)
     runtime.ready(port=listener.port)

@@ -29,10 +29,22 @@ from services.gateway.stored_answer import StoredAnswer
 from services.gateway.stored_request import StoredRequest, make_stored, no_previous, request_id_of
 from services.gateway.stored_response import EndedResponse, StoredResponse
 from services.gateway.stored_run import StoredRun, first_event
+from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import idempotency_messages as i
-from shared.contracts.errors import BatonError, Internal, InvalidInput, NotFound, Unavailable
+from shared.contracts import response_messages as r
+from shared.contracts import subjects
+from shared.contracts.errors import (
+    BatonError,
+    Internal,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    Unavailable,
+    to_wire,
+)
 from shared.contracts.ids import IngressId, TenantId
-from shared.contracts.messages import Identity
+from shared.contracts.messages import Identity, Refusal
 from shared.contracts.tokens import unpack_tokens
 from shared.ingress.answer import told_tier
 from shared.ingress.error_body import as_baton_error
@@ -43,8 +55,9 @@ from shared.ingress.responses_body import ResponseWriter
 from shared.ingress.responses_request import ParsedResponses, chat_of, items_of, parse_responses
 from shared.telemetry import attributes as a
 
-MAX_RUNS = 5
-"""A response whose gateway died so often is not run again."""
+MAX_RUNS = 30
+"""A response that was begun so often and did not end, as its gateways died, is not run again."""
+QUEUE = "gateway"
 _NO_PLACE = Place(0, 0)
 _ENDED_WELL = ("completed", "incomplete")
 
@@ -160,7 +173,7 @@ class Stored:
         async def begin(run: KeyedRun) -> Begun:
             assert isinstance(run, StoredRun)
             queued = _writer(dialect, plan, run.state).now("queued")
-            run.request = make_stored(dialect.asked, dialect.items, name, queued)
+            run.request, run.key_hash = make_stored(dialect.asked, dialect.items, name, queued), asker.key_hash
             if run.goes_on_alone:
                 await run.keep_input()
             unused.clear()
@@ -225,12 +238,30 @@ class Stored:
                 if run.state.run > MAX_RUNS:
                     raise Internal("the response was begun too often")
                 return await self._again(identity, key_hash, run)
-            except Unavailable:
-                raise
+            except (Unavailable, Overloaded, QuotaExceeded):
+                raise  # later
             except BatonError as error:
                 return _ended(run, error)
 
         return await self.once.enter(key, begin)
+
+    async def serve(self, bus: Bus) -> Subscription:
+        """Go on with what policy offers, until the subscription is stopped."""
+        return await bus.serve(subjects.RESPONSES_ADOPT, r.ResponseAdopt, self._adopt, queue=QUEUE)
+
+    async def _adopt(self, delivery: Delivery) -> r.ResponseAdopted | Refusal:
+        ask: r.ResponseAdopt = delivery.message
+        try:
+            self._service.ingress.require_open()
+            identity = await self._service.authenticate(ask.key_hash)
+            kept = await self.store.look(ask.key_hash, ask.request_id)
+            request = await self.store.request(ask.key_hash, ask.request_id)
+            if kept.found.outcome == i.OPEN and request is not None:
+                entry = await self.follow(identity, ask.key_hash, request, cancelled=kept.found.cancelled)
+                entry.detach()
+        except BatonError as error:
+            return Refusal(error=to_wire(error))
+        return r.ResponseAdopted()
 
     async def _again(self, identity: Identity, key_hash: bytes, run: StoredRun) -> Begun:
         assert run.request is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -22,8 +22,6 @@ from shared.contracts.errors import InvalidInput, NotFound, Unavailable
 from shared.contracts.ids import RequestId
 from shared.contracts.messages import Identity
 from shared.ingress.responses_items import page
-
-log = logging.getLogger("baton.gateway")
 
 PATH = "/v1/responses/{response_id}"
 MAX_PAGE, PAGE = 100, 20
@@ -61,10 +59,7 @@ class StoredResponses:
             return await self._stream(identity, hashed, request_id, kept, asked["starting_after"])
         if kept.final is not None:
             return json_response(kept.final)
-        made_from = await self._made_from(hashed, request_id)
-        if await self._go_on(identity, hashed, kept, made_from):
-            kept = await self._store.look(hashed, request_id)
-        return json_response(_now(kept, made_from))
+        return json_response(_now(kept, await self._made_from(hashed, request_id)))
 
     async def delete(self, request: Request, response_id: str) -> Response:
         """DELETE /v1/responses/{id}: it is forgotten; one that runs in the background ends."""
@@ -124,17 +119,11 @@ class StoredResponses:
             raise NotFound("the response is not stored, or not yet", param="response_id")
         return found
 
-    async def _go_on(self, identity: Identity, hashed: bytes, kept: Kept, made_from: StoredRequest) -> bool:
-        """If nobody runs it, do so here. False when that is not so, or cannot be now."""
-        if kept.found.outcome != i.OPEN:
-            return False
-        try:
-            entry = await self._stored.follow(identity, hashed, made_from, cancelled=kept.found.cancelled)
-        except Unavailable as exc:
-            log.warning("a response in the background is not gone on with yet: %s", exc.message)
-            return False
-        entry.detach()
-        return True
+    async def _end(self, identity: Identity, hashed: bytes, kept: Kept, made_from: StoredRequest) -> None:
+        """If nobody runs it, end what was cancelled here."""
+        if kept.found.outcome == i.OPEN:
+            with suppress(Unavailable):
+                (await self._stored.follow(identity, hashed, made_from, cancelled=True)).detach()
 
     async def _ended(self, identity: Identity, hashed: bytes, request_id: RequestId, made_from: StoredRequest) -> Kept:
         """It, once it has ended; as it is when that takes long."""
@@ -144,7 +133,7 @@ class StoredResponses:
             kept = await self._store.look(hashed, request_id)
             if kept.final is not None or clock() > end:
                 return kept
-            await self._go_on(identity, hashed, kept, made_from)
+            await self._end(identity, hashed, kept, made_from)
             await asyncio.sleep(CANCEL_POLL_S)
 
 

@@ -38,7 +38,7 @@ def first_event(run: int) -> int:
 
 
 class StoredRun(KeyedRun):
-    """One run of a stored response's record; `request` is set before it begins.
+    """One run of a stored response's record; `request` and `key_hash`, of the API key, are set before it begins.
 
     Args:
         write, keep_input: bring news to policy. Both raise Unavailable.
@@ -49,6 +49,7 @@ class StoredRun(KeyedRun):
     ) -> None:
         super().__init__(write, tenant, ingress, state)
         self.request: StoredRequest | None = None
+        self.key_hash = b""
         self._keep_parts = keep_input
         self._gone = False
 
@@ -75,6 +76,7 @@ class StoredRun(KeyedRun):
                 run=self.state.run,
                 first_part=first,
                 parts=tuple(parts[first : first + PARTS_AT_ONCE]),
+                key_hash=self.key_hash if self.goes_on_alone else b"",
             )
             if not (await self._keep_parts(news)).held:
                 raise Conflict("the response is another run's, or was deleted", code="superseded")

@@ -5,6 +5,8 @@ While one is under way its record lives for a day from its last news; it is kept
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,15 @@ _FIELDS = ("id", "owner", "state", "run", "completion_tokens", "cancel")
 
 _LUA = Path(__file__).with_name("lua")
 _INPUT, _DELETE, _CANCEL = ((_LUA / f"response_{name}.lua").read_text() for name in ("input", "delete", "cancel"))
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundRun:
+    """A response in the background that has not ended. `owner` runs it; None: nobody does."""
+
+    request_id: RequestId
+    key_hash: bytes
+    owner: IngressId | None
 
 
 class ResponseRecords(IdempotencyRecords):
@@ -64,6 +75,8 @@ class ResponseRecords(IdempotencyRecords):
             news.first_part,
             *(self._sealer.seal(tenant, _input_place(request_id, number), part) for number, part in numbered),
         ]
+        if news.key_hash:
+            await self._redis.execute("HSET", self._background, f"{tenant}/{request_id}", news.key_hash.hex())
         code = int(await self._redis.script(_INPUT, self._keys(tenant, request_id), arguments))
         if code < 0:
             raise Conflict("parts of the record are missing", code="record_gap")
@@ -94,6 +107,25 @@ class ResponseRecords(IdempotencyRecords):
         )
         return found, IngressId(owner.decode())
 
+    async def in_background(self) -> list[BackgroundRun]:
+        """Those of every tenant that have not ended. Those that have are forgotten here."""
+        found = []
+        for field, key_hash in _pairs(await self._redis.execute("HGETALL", self._background)):
+            tenant, _, name = field.decode().partition("/")
+            request_id = RequestId(name)
+            record = self._keys(TenantId(tenant), request_id)[0]
+            made, owner, state = await self._redis.execute("HMGET", record, "id", "owner", "state")
+            if made is None or made.decode() != request_id or state.decode() == i.DONE:
+                await self._redis.execute("HDEL", self._background, field)
+                continue
+            owned = IngressId(owner.decode()) if state.decode() == i.RUNNING else None
+            found.append(BackgroundRun(request_id, bytes.fromhex(key_hash.decode()), owned))
+        return found
+
+    @property
+    def _background(self) -> str:
+        return f"{self._prefix}:responses-in-background"
+
     async def cancel(self, tenant: TenantId, request_id: RequestId) -> r.ResponseChanged:
         """It shall end. Raises NotFound."""
         await self._change(_CANCEL, tenant, request_id)
@@ -116,6 +148,13 @@ class ResponseRecords(IdempotencyRecords):
 def no_such_response(request_id: RequestId) -> NotFound:
     """What is missing, deleted, or another tenant's: all look alike."""
     return NotFound(f"there is no response 'resp_{request_id.removeprefix('req-')[:64]}'", param="response_id")
+
+
+def _pairs(flat: Sequence[bytes] | Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    """Fields and values, in either of the forms in which the client gives a hash."""
+    if isinstance(flat, Mapping):
+        return list(flat.items())
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _input_place(request_id: RequestId, number: int) -> str:

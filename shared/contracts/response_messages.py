@@ -20,6 +20,7 @@ class ResponseInput(Message, frozen=True, kw_only=True):
     run: int
     first_part: int  # number of the first one of `parts`
     parts: tuple[bytes, ...]
+    key_hash: bytes = b""  # of one in the background: under whose key it is gone on with
 
 
 class ResponseFind(Message, frozen=True, kw_only=True):
@@ -64,3 +65,14 @@ class ResponseChanged(Message, frozen=True, kw_only=True):
     """policy → gateway: a change was made. Not `held`: of an input, that the record is another run's or gone."""
 
     held: bool = True
+
+
+class ResponseAdopt(Message, frozen=True, kw_only=True):
+    """policy → any gateway, `responses.adopt`: nobody runs this response in the background any more; go on with it."""
+
+    key_hash: bytes
+    request_id: RequestId
+
+
+class ResponseAdopted(Message, frozen=True, kw_only=True):
+    """gateway → policy: it runs, or has ended."""

@@ -29,6 +29,7 @@ POLICY_ADMIT_TENANT = f"{PREFIX}.policy.admit-tenant"
 POLICY_ADMIN = f"{PREFIX}.policy.admin"
 POLICY_IDEMPOTENCY = f"{PREFIX}.policy.idempotency"
 POLICY_RESPONSES = f"{PREFIX}.policy.responses"
+RESPONSES_ADOPT = f"{PREFIX}.responses.adopt"
 POLICY_SETTLE = f"{PREFIX}.policy.settle"
 POLICY_EVENTS = f"{PREFIX}.policy.events"
 INDEX_MATCH = f"{PREFIX}.index.match"
@@ -213,6 +214,15 @@ HOPS: tuple[Hop, ...] = (
         | r.ResponseCancel
         | r.ResponseDelete,
         i.IdempotencyState | i.IdempotencyWritten | r.ResponseFound | r.ResponseChanged | m.Refusal,
+    ),
+    Hop(
+        "responses.adopt",
+        "request",
+        RESPONSES_ADOPT,
+        ("policy",),
+        GATEWAY,
+        r.ResponseAdopt,
+        r.ResponseAdopted | m.Refusal,
     ),
     Hop("policy.settle", "stream", POLICY_SETTLE, INGRESS, ("policy",), m.Settle),
     Hop(

@@ -138,6 +138,7 @@ def test_table_patterns_cover_the_built_subjects() -> None:
         subjects.POLICY_ADMIN,
         subjects.POLICY_IDEMPOTENCY,
         subjects.POLICY_RESPONSES,
+        subjects.RESPONSES_ADOPT,
         subjects.POLICY_ADMIT_TENANT,
         subjects.POLICY_AUTHENTICATE,
         subjects.POLICY_ADMIT,

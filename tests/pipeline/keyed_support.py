@@ -20,11 +20,13 @@ from services.gateway.app import Door, build_app
 from services.gateway.server import bind, serve
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewayConfig
+from services.policy import orphans
 from services.policy.accounts import Accounts
 from services.policy.idempotency import IdempotencyRecords
 from services.policy.idempotency_desk import IdempotencyDesk
 from services.policy.ingress_watch import IngressWatch
 from services.policy.lost_ingresses import LostIngresses
+from services.policy.orphans import Orphans
 from services.policy.records import Records
 from services.policy.responses import ResponseRecords
 from services.policy.responses_desk import ResponsesDesk
@@ -43,7 +45,12 @@ from shared.telemetry.setup import Telemetry
 from tests.pipeline.gateway_support import CONTEXT, KEYS, MODEL, TOKENIZER, Backend
 
 LIMIT_S = 30.0
-HURRIED = ((keyed_run, "KEEP_S", 0.05), (keyed_run, "LATE_PAUSE_S", 0.1), (once, "POLL_S", 0.05))
+HURRIED = (
+    (keyed_run, "KEEP_S", 0.05),
+    (keyed_run, "LATE_PAUSE_S", 0.1),
+    (once, "POLL_S", 0.05),
+    (orphans, "AGAIN_S", 0.2),
+)
 """Pauses of production that no test needs to wait for."""
 
 
@@ -122,6 +129,7 @@ class World:
     lost: LostIngresses
     policy_records: Records
     responses: ResponseRecords
+    orphans: Orphans
 
     async def settled(self, count: int) -> list[m.Settle]:
         """The settlements, once there are `count` and nothing runs."""
@@ -150,6 +158,7 @@ async def keyed_world(redis: RedisStore, count: int = 2, **options: Any) -> Asyn
     desk = IdempotencyDesk(policy_bus, records, kept, watch)
     stored = ResponsesDesk(policy_bus, records, responses, watch)
     lost = LostIngresses(records, accounts, (kept, responses), watch, Limits())
+    offers = Orphans(policy_bus, responses, watch)
     ids = [IngressId(f"gateway-{number}") for number in range(1, count + 1)]
     backend = SharedBackend(broker, ingress=ids[0], ingresses=ids, **options)
     await desk.start()
@@ -164,7 +173,7 @@ async def keyed_world(redis: RedisStore, count: int = 2, **options: Any) -> Asyn
             await stack.enter_async_context(_gateway(broker, ingress, linger_s, keep_alive_s, context))
             for ingress in ids
         ]
-        yield World(backend, gateways, kept, accounts, watch, desk, lost, records, responses)
+        yield World(backend, gateways, kept, accounts, watch, desk, lost, records, responses, offers)
 
 
 @asynccontextmanager
@@ -178,6 +187,7 @@ async def _gateway(
     async with Telemetry("gateway", bus) as telemetry:
         service = await GatewayService(bus, config, telemetry, models).__aenter__()
         door, sock = Door(service), bind("127.0.0.1", 0)
+        await door.stored.serve(bus)
         async with serve(build_app(door), sock) as listener:
             url = f"http://127.0.0.1:{listener.port}"
             async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client:

@@ -1,0 +1,62 @@
+"""Responses in the background whose gateway is gone: another is asked to go on with them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from services.policy.ingress_watch import IngressWatch
+from services.policy.responses import BackgroundRun, ResponseRecords
+from shared.bus.bus import Bus
+from shared.contracts import response_messages as r
+from shared.contracts import subjects
+from shared.contracts.errors import BatonError, from_wire
+from shared.contracts.ids import RequestId
+from shared.contracts.messages import Refusal
+
+log = logging.getLogger("baton.policy")
+
+ASK_S = 5.0
+AGAIN_S = 5.0
+"""One that no gateway took is offered again after so long."""
+MAX_AT_ONCE = 8
+
+
+class Orphans:
+    """Looks after them. Several processes may do the same: whoever claims a response first runs it."""
+
+    def __init__(
+        self, bus: Bus, kept: ResponseRecords, watch: IngressWatch, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bus = bus
+        self._kept = kept
+        self._watch = watch
+        self._clock = clock
+        self._offered: dict[RequestId, float] = {}
+
+    async def sweep(self) -> None:
+        """Offer those that nobody runs. Raises Unavailable when Redis does not answer; call again then."""
+        now = self._clock()
+        self._offered = {name: at for name, at in self._offered.items() if now - at < AGAIN_S}
+        runs = [run for run in await self._kept.in_background() if self._is_free(run, now)][:MAX_AT_ONCE]
+        self._offered |= {run.request_id: now for run in runs}
+        await asyncio.gather(*map(self._offer, runs))
+
+    def _is_free(self, run: BackgroundRun, now: float) -> bool:
+        if run.request_id in self._offered:
+            return False
+        if run.owner is None:
+            return True
+        self._watch.heard_of(run.owner, now)  # it may have died before this process began
+        return self._watch.lost(run.owner, now)
+
+    async def _offer(self, run: BackgroundRun) -> None:
+        ask = r.ResponseAdopt(key_hash=run.key_hash, request_id=run.request_id)
+        try:
+            reply = await self._bus.request(subjects.RESPONSES_ADOPT, ask, r.ResponseAdopted | Refusal, timeout_s=ASK_S)
+            if isinstance(reply, Refusal):
+                raise from_wire(reply.error)
+        except BatonError as error:
+            log.warning("response of request %s is not gone on with yet: %s", run.request_id, error.message)
