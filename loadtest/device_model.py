@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import choose, choose_device
+from kernels.linear.quantize import QUANTS
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device_compute import DeviceCompute, StepLimits
 from shared.engine.device_runner import DeviceRunner
 from shared.engine.device_stream import DeviceStream
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
-from shared.kv.device_spans import KvView
+from shared.kv.device_spans import KvView, device_views
+from shared.kv.layout import KV_SETTINGS, PoolLayout
 from shared.model.checkpoint import expected_shapes
 from shared.model.config import ModelConfig, layer_groups, parse_config
 from shared.model.device_decoder import DeviceDecoder
@@ -136,20 +138,20 @@ def _timed(launch: Any, repeats: int) -> float:
 class Case:
     """A model with sequences that have a context."""
 
-    def __init__(self, model: DeviceDecoder, sequences: int, context: int, steps: int) -> None:
+    def __init__(self, model: DeviceDecoder, sequences: int, context: int, steps: int, kv_dtype: str) -> None:
         self.model = model
         self.sequences = sequences
         self.context = context
         config = model.config
-        groups = layer_groups(config, BLOCK_SIZE, "bfloat16")
+        groups = layer_groups(config, BLOCK_SIZE, kv_dtype)
         each = groups[0].blocks_for(context + steps + 1)
         num_blocks = sequences * each
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        self.pool = torch.empty(shape, dtype=torch.bfloat16, device=model.device).normal_()
+        self.layout = PoolLayout(groups, (num_blocks,))
+        self.views = _random_pool(self.layout, model.device)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self.tables = [tuple(order[i * each : (i + 1) * each]) for i in range(sequences)]
         limits = StepLimits(max(512, sequences), sequences, config.max_positions)
-        self.compute = DeviceCompute(model, groups, (KvView(self.pool),), limits)
+        self.compute = DeviceCompute(model, groups, self.views, limits)
         self.stream = DeviceStream(model.device)
         self.size = next(bucket for bucket in self.compute.buckets if sequences <= bucket)
         self.graphs = DecodeGraphs(self.stream, self.compute.decode)
@@ -158,7 +160,7 @@ class Case:
 
     @property
     def step_bytes(self) -> int:
-        kv = self.pool.numel() // self.pool.shape[0] // BLOCK_SIZE * self.pool.element_size()
+        kv = self.layout.groups[0].token_bytes
         return self.model.weights.step_bytes + kv * self.context * self.sequences
 
     def plan(self, sampling: SamplingParams) -> StepPlan:
@@ -215,11 +217,25 @@ class Case:
         return str(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=14, max_name_column_width=60))
 
 
-def make_model(name: str, device: torch.device, fuse: bool | None = None) -> DeviceDecoder:
-    """A random model of a known shape, bfloat16."""
-    config = parse_config(SHAPES[name], Path(name))
-    weights = load_weights(config, RandomTensors(config, device), device, torch.bfloat16)
-    return DeviceDecoder(config, weights, choose("triton"), fuse)
+def _random_pool(layout: PoolLayout, device: torch.device) -> tuple[KvView, ...]:
+    data = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+    views = device_views(data, layout)
+    for view in views:
+        if view.scales is None:
+            view.values.normal_()
+        else:
+            data.random_(0, 112)  # no NaN of float8 among them
+            view.scales.fill_(0.01)
+    return views
+
+
+def make_model(
+    name: str, device: torch.device, fuse: bool | None = None, quant: str = "none", exact: bool = False
+) -> DeviceDecoder:
+    """A random model of a known shape, computing in bfloat16."""
+    config, kept = parse_config(SHAPES[name], Path(name)), QUANTS[quant]
+    weights = load_weights(config, RandomTensors(config, device), device, torch.bfloat16, quant=kept)
+    return DeviceDecoder(config, weights, choose("triton"), fuse, kept, exact)
 
 
 def peer_step_s(name: str, sequences: int, context: int, steps: int, device: torch.device) -> float:
@@ -251,6 +267,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--fuse", choices=("auto", "always", "never"), default="auto", help="products with norms in them for a few rows"
     )
+    parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
+    parser.add_argument("--kv", choices=("auto", *KV_SETTINGS), default="auto", help="of KV (default bfloat16)")
+    parser.add_argument("--exact", action="store_true", help="products of exact pools")
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too")
     parser.add_argument("--json", type=Path, help="write raw samples there")
@@ -269,8 +288,9 @@ def main(argv: Sequence[str]) -> int:
         if model is None or case != name:
             name, model = case, None
             torch.cuda.empty_cache()
-            model = make_model(case, device, {"auto": None, "always": True, "never": False}[options.fuse])
-        run = Case(model, sequences, context, options.steps + 8)
+            fuse = {"auto": None, "always": True, "never": False}[options.fuse]
+            model = make_model(case, device, fuse, options.quant, options.exact)
+        run = Case(model, sequences, context, options.steps + 8, KV_SETTINGS.get(options.kv, "bfloat16"))
         rows.append(run.measure(case, rate, options.steps, SamplingParams(max_tokens=1, temperature=0.0)))
         print(rows[-1].line(), flush=True)
         if options.profile:
@@ -291,6 +311,9 @@ def main(argv: Sequence[str]) -> int:
             "card": torch.cuda.get_device_name(device),
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "quant": options.quant,
+            "kv": options.kv,
+            "exact": str(options.exact),
         }
         options.json.write_text(json.dumps({**facts, "copy": rate, "rows": [asdict(row) for row in rows]}, indent=1))
     return 0

@@ -198,6 +198,41 @@ def test_a_worker_on_a_gpu_draws_under_penalties_and_grammars(judge: tuple[Any, 
     assert len(tokens["plain"]) == 30
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"exact": True}, {"quant": "int8", "kv_dtype": "int8"}, {"quant": "int4", "exact": True, "dtype": "bfloat16"}],
+    ids=str,
+)
+def test_other_formats_run_alone_as_among_others(
+    judge: tuple[Any, Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Integer weights and exact pools alike: their products do not depend on how many rows there are."""
+    core = open_worker_engine(options(judge[1], tmp_path, **changes), WorkerId("decode-gpu"))
+    core.start()
+    try:
+        generator = torch.Generator().manual_seed(3)
+        prompts = [torch.randint(3, 320, (n,), generator=generator).tolist() for n in (5, 90, 33, 17)]
+        together = complete(core, prompts, 24)
+        assert together == [complete(core, [prompt], 24)[0] for prompt in prompts]
+    finally:
+        core.stop(WAIT_S)
+
+
+def test_float8_pools_run_where_the_card_has_them(judge: tuple[Any, Path], tmp_path: Path) -> None:
+    wanted = options(judge[1], tmp_path, kv_dtype="fp8")
+    if torch.cuda.get_device_capability() < (8, 9):
+        with pytest.raises(SettingsError, match="needs sm_89 or newer"):
+            open_worker_engine(wanted, WorkerId("decode-gpu"))
+        return
+    core = open_worker_engine(wanted, WorkerId("decode-gpu"))
+    core.start()
+    try:
+        assert core.facts.layout.groups[0].dtype == "float8_e4m3fn"
+        assert len(complete(core, [[5, 9, 31]], 8)[0]) == 8
+    finally:
+        core.stop(WAIT_S)
+
+
 def test_a_pool_of_no_stated_size_takes_what_is_left(judge: tuple[Any, Path], tmp_path: Path) -> None:
     core = open_worker_engine(options(judge[1], tmp_path, pool_bytes=0, gpu_share=0.1), WorkerId("decode-gpu"))
     total = torch.cuda.get_device_properties(0).total_memory
