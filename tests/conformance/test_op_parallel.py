@@ -20,7 +20,7 @@ from services.cli import keys
 from shared.contracts import admin_messages as am
 from shared.contracts.ids import TenantId
 from shared.lifecycle.ready import READY_VARIABLE
-from tests.conformance.test_op_cancellation import LIMIT_S, SLOTS, asked_at, body, client_of, idle, stream
+from tests.conformance.test_op_cancellation import LIMIT_S, SLOTS, asked_at, body, client_of, idle, running_at, stream
 from tests.stack.running import OTHER_KEY, Baton, until
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -82,11 +82,6 @@ async def bystander(stack: Baton, tokens: int) -> AsyncIterator[None]:
             running.cancel()
             raise
         assert await running == "length"
-
-
-def running_at(stack: Baton) -> int:
-    """Sequences at the decode worker."""
-    return sum(one["running"] for one in stack.get("/baton/cluster")["workers"] if one["role"] == "decode")
 
 
 @asynccontextmanager
