@@ -15,7 +15,7 @@ from kernels.norm.triton_kernel import add_rms_norm
 from kernels.rotary.triton_kernel import rotary_store_kv
 from kernels.sampling.triton_kernel import sample
 from kernels.sampling.triton_logprobs import top_logprobs
-from kernels.sampling.triton_rows import SamplingRows
+from kernels.sampling.triton_rows import MAX_BIASES, NO_BIAS, Bias, Mask, Penalties, SamplingRows
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 Call = Callable[[], object]
@@ -31,6 +31,8 @@ def cases() -> Iterator[Case]:
     for rows in (1, 64, 256):
         for name, (temperature, top_k, top_p, min_p) in SAMPLINGS.items():
             yield _sample(rows, name, temperature, top_k, top_p, min_p)
+        for asked in sorted({0, min(8, rows), rows}):
+            yield _adjusted(rows, asked)
         yield _top(rows)
     for tokens in (1, 64, 4096):
         yield _experts(tokens)
@@ -99,6 +101,34 @@ def _sample(rows: int, name: str, temperature: float, top_k: int, top_p: float, 
         return lambda: sample(logits, how), {}
 
     return Case("sampling", f"rows {rows} {name}", 4 * rows * VOCAB, 0, make)
+
+
+def _adjusted(rows: int, asked: int) -> Case:
+    """As a worker launches it: some of the rows with penalties, 300 biases and a grammar's mask."""
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        logits = torch.randn(rows, VOCAB, dtype=_BF16, device="cuda") * 3
+        ones, index = torch.ones(rows, device="cuda"), torch.arange(rows, device="cuda")
+        lines = torch.where(index < asked, index, -1).int()
+        words = torch.full((rows, VOCAB // 32), 0x55555555, dtype=torch.int32, device="cuda")
+        ids = torch.full((rows, MAX_BIASES), NO_BIAS, dtype=torch.int32, device="cuda")
+        ids[:, :300] = torch.arange(0, 300 * 400, 400, device="cuda")
+        counts = torch.zeros(rows, VOCAB, dtype=torch.int32, device="cuda")
+        how = SamplingRows(
+            temperature=ones,
+            top_k=torch.full((rows,), 50, dtype=torch.int32, device="cuda"),
+            top_p=ones.double() * 0.9,
+            min_p=ones.double() * 0,
+            seed=index,
+            position=index,
+            penalties=Penalties(ones * 1.1, ones * 0.5, ones * 0.5, lines, counts, words),
+            bias=Bias(lines, ids, torch.ones_like(ids, dtype=torch.float32)),
+            mask=Mask(lines, words),
+            scored=torch.full_like(lines, -1),
+        )
+        return lambda: sample(logits, how), {}
+
+    return Case("sampling", f"rows {rows} adjusted {asked}", 2 * rows * VOCAB, 0, make)
 
 
 def _top(rows: int) -> Case:
