@@ -232,7 +232,7 @@ class MetricsSettings(Section):
     port: int = Field(
         0, ge=0, le=65535, description="TCP port; 0 takes a free one; `./baton up` counts on from it, one a process"
     )
-    tenant_labels: bool = Field(False, description="tell tenants apart in policy's token counters")
+    tenant_labels: bool = Field(False, description="tell tenants apart in policy's metrics")
 
 
 class TelemetrySettings(Section):

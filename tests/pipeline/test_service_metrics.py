@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.policy.metrics import PolicyMetrics
+from services.policy.metrics import PolicyMetrics, RunningGauge
+from services.policy.tenants import TenantRecord
 from services.scheduler.effects import PlacingEnded
 from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.metrics import SchedulerMetrics, retry_reason
@@ -216,6 +218,35 @@ def test_a_limiter_is_active_for_a_scrape_interval() -> None:
     assert value(metrics, names.LIMITER, limiter="quota") == 1
     now[0] += 20.0
     assert value(metrics, names.LIMITER, limiter="quota") == 0
+
+
+class Known:
+    """Tenants and what of theirs runs."""
+
+    def __init__(self, running: dict[str, dict[str, int]]) -> None:
+        self._running = running
+
+    async def tenants(self) -> list[TenantRecord]:
+        return [TenantRecord(id=TenantId(name)) for name in self._running]
+
+    async def running(self, tenant: TenantId) -> dict[str, int]:
+        return self._running[tenant]
+
+
+async def test_what_runs_is_told_by_tenant_where_tenants_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.telemetry.metrics.MAX_TENANTS", 2)
+    running = {"acme": {"one": 2, "": 1}, "idle": {}, "late": {"one": 3}, "later": {"one": 4}}
+    known: Any = Known(running)
+    metrics, hidden = Metrics("policy", tenant_labels=True), Metrics("policy")
+    for _ in range(2):
+        await RunningGauge(metrics, known, known).refresh()
+    told = [value(metrics, names.TENANT_RUNNING, tenant=tenant) for tenant in ("acme", "idle", "other")]
+    assert told == [3, 0, 7]
+    running["acme"] = running["late"] = {}
+    await RunningGauge(metrics, known, known).refresh()
+    assert [value(metrics, names.TENANT_RUNNING, tenant=tenant) for tenant in ("acme", "other")] == [0, 4]
+    await RunningGauge(hidden, known, None).refresh()  # type: ignore[arg-type]
+    assert not hidden.exposes(names.TENANT_RUNNING)
 
 
 def test_a_settlement_counts_its_tokens_once() -> None:
