@@ -115,8 +115,8 @@ class DeviceRunner:
             DeviceLost: also by what is returned.
         """
         with _lost("zeroing blocks"), self._stream.use(), torch.inference_mode():
-            for group, block_id in blocks:
-                self._compute.pools[group].zero(block_id)
+            for group, pool in enumerate(self._compute.pools):
+                pool.zero([block_id for index, block_id in blocks if index == group])
             mark = self._stream.mark()
         return partial(_wait, mark)
 

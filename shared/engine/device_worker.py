@@ -31,6 +31,7 @@ from shared.grammar.compiler import LazyCompiler
 from shared.grammar.row_masks import RowMasks
 from shared.kv.device_memory import OutOfDeviceMemory
 from shared.kv.device_pool import DevicePool, create_device_pool
+from shared.kv.device_spans import warm
 from shared.kv.device_transfer import DeviceTransport
 from shared.kv.layout import LayerGroup, PoolLayout, fingerprint
 from shared.kv.pool import sweep
@@ -142,6 +143,7 @@ def _fitted(
             pool = create_device_pool(options.kv_dir, worker, layout, device)
             steps = Steps(model, groups, pool.views(), limits, masks)
             steps.burst()
+            warm(pool.bytes, layout)
         except (torch.OutOfMemoryError, OutOfDeviceMemory) as exc:
             log.warning("a KV pool of %d bytes does not fit beside the steps: %s", size, exc)
             _give_back(steps, pool)

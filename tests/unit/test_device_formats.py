@@ -24,7 +24,7 @@ from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, RequestId
 from shared.contracts.parts import BlockRef
 from shared.engine.numerics import numerics_id
 from shared.engine.step_plan import ScheduledSequence
-from shared.kv.device_spans import digests_of, pull_blocks, span_of, zero_rest_on_device
+from shared.kv.device_spans import digests_of, pull_blocks, span_of, warm, zero_rest_on_device
 from shared.kv.handoff_sink import PullItem
 from shared.model import device_decoder
 from shared.model.device_decoder import load_device_decoder
@@ -264,6 +264,12 @@ def test_digests_see_a_scale_a_tail_and_a_place(folder: Path) -> None:
     assert not bool(peer.scales[2, ..., 3:].any())
     untouched = peer.data.view(len(peer.pool), -1)[4]
     assert bool((untouched == 0xFF).all())
+    before = runs.data.view(len(runs.pool), -1).clone()
+    with torch.inference_mode():
+        warm(runs.data, runs.layout)
+    after = runs.data.view(len(runs.pool), -1)
+    assert torch.equal(after[1:], torch.cat((before[:1], before[2:])))
+    assert not bool(after[0].any())
 
 
 def test_a_checkpoint_s_own_integers_are_kept(tmp_path: Path) -> None:
