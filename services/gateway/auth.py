@@ -22,7 +22,8 @@ def key_hash(headers: Mapping[str, str]) -> bytes:
 
     Raises Unauthenticated when there is none.
     """
-    scheme, _, key = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").partition(" ")
+    given = headers.get("authorization")
+    scheme, _, key = (f"Bearer {headers.get('x-api-key', '')}" if given is None else given).partition(" ")
     key = key.strip()
     if scheme.lower() != "bearer" or not key or len(key) > MAX_KEY_CHARS:
         raise Unauthenticated(KEY_NEEDED)

@@ -71,8 +71,6 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._between_requests and self._head is None:
-            self._head = self.loop.call_later(HEAD_S, self._no_head)
         self._unset_keepalive_if_required()
         in_head = self._in_head
         try:
@@ -86,6 +84,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(*((431, "the request's head is too large") if large else (400, "this is no HTTP/1.1 request")))
         if not self._between_requests:
             self._stop_head_timer()
+        elif self._head is None and not self._refused:  # most heads come whole and need no timer
+            self._head = self.loop.call_later(HEAD_S, self._no_head)
 
     # ------------------------------------------------------------------------------------------ the parser's news
 

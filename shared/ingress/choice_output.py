@@ -143,7 +143,8 @@ class ChoiceOutput:
         self._finish_given |= ends
         if not piece.says and not ends:
             return None
-        piece.tokens = self._take_tokens()
+        if self._tokens:
+            piece.tokens = self._take_tokens()
         if ends:
             piece.stop = self.text.stopped_by
         return piece

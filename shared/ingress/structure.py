@@ -55,6 +55,8 @@ def structure_of(request: GenerationRequest, model: ModelForm, prompt_end: str) 
         InvalidInput: they contradict each other, or the model writes no calls.
     """
     if not isinstance(request, ChatRequest):
+        if request.structured_outputs is None:
+            return Structure()
         asked = _asked(request)
         return _checked(request, Structure(PLAIN, _said_grammar(asked, None, model.special), asked.field))
     thoughts = Thoughts(prompt_end.rstrip().endswith(THINK)) if model.thinks else None

@@ -213,9 +213,9 @@ class StreamCommit:
         effects: list[Effect] = []
         self._take(record, now, effects)
         # losing the attempt empties `pending`
-        while self.end is None and not choice.finish and (ready := choice.pop_ready()) is not None:
+        while choice.pending and self.end is None and not choice.finish and (ready := choice.pop_ready()) is not None:
             self._take(ready, now, effects)
-        if not choice.pending:
+        if choice.replays and not choice.pending:
             choice.replayed()
         return effects
 
@@ -359,7 +359,7 @@ class StreamCommit:
         committed = choice.committed
         have, ids = len(committed), unpack_tokens(record.token_ids)
         known = have - record.first_seq
-        if not choice.agrees(record.first_seq, ids):
+        if known and not choice.agrees(record.first_seq, ids):
             effects += self._lose("worker sent other tokens than before", now)
             return
         new = ids[known:] if known else ids
@@ -370,7 +370,7 @@ class StreamCommit:
             committed += new
             self._token_in_epoch = True
             if new:
-                logprobs = cut_logprobs(record.logprobs, len(ids), known, known + len(new))
+                logprobs = record.logprobs and cut_logprobs(record.logprobs, len(ids), known, known + len(new))
                 effects.append(Commit(index, have, new, logprobs, b"" if have else record.prompt_logprobs))
             if keep is not None:
                 self._stop(index, effects, now)

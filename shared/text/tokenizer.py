@@ -102,6 +102,8 @@ class Tokenizer:
         Raises:
             InvalidInput: the text holds a lone surrogate (param `prompt`).
         """
+        if not marks and text and self._pattern.search(text) is None:
+            return self._encode_plain(text)
         ids: list[int] = []
         for piece in self._split(text):
             if isinstance(piece, AddedToken):
