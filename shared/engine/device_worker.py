@@ -144,6 +144,7 @@ def _fitted(
             steps = Steps(model, groups, pool.views(), limits, masks)
             steps.burst()
             warm(pool.bytes, layout)
+            torch.cuda.synchronize(device)  # streams that use the pool wait for no other
         except (torch.OutOfMemoryError, OutOfDeviceMemory) as exc:
             log.warning("a KV pool of %d bytes does not fit beside the steps: %s", size, exc)
             _give_back(steps, pool)
