@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from services.policy.admission import CLASSES
 from services.policy.records import Records
@@ -28,12 +29,20 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class BootstrapKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An API key, by the hex SHA-256 of it. `max_parallel` as in `KeyRecord`."""
+    """An API key, by the hex SHA-256 of it. `max_parallel` as in `KeyRecord`.
+
+    A field that is not there must not show in the entry's digest, or files from before it would be applied once more.
+    """
 
     id: str
     hash: str
     admin: bool = False
-    max_parallel: int = 0
+    max_parallel: int | UnsetType = UNSET
+
+    @property
+    def limit(self) -> int:
+        """`max_parallel`, 0 where it is not given."""
+        return 0 if isinstance(self.max_parallel, UnsetType) else self.max_parallel
 
 
 class BootstrapTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +89,7 @@ def _problem(tenant: BootstrapTenant) -> str:
         return f"klass {tenant.klass!r} is not one of {', '.join(CLASSES)}"
     if tenant.weight <= 0:
         return "weight is not above 0"
-    if any(key.max_parallel < 0 for key in tenant.keys):
+    if any(key.limit < 0 for key in tenant.keys):
         return "keys.max_parallel is negative"
     limits = msgspec.structs.asdict(tenant.limits)
     negative = [name for name, value in limits.items() if value is not None and value < 0]
@@ -123,5 +132,5 @@ def _key(old: KeyRecord | None, key: BootstrapKey, entry: BootstrapTenant) -> Ke
         raise SettingsError(f"key {key.id!r} of tenant {entry.id!r} already belongs to another tenant")
     revoked = old is not None and old.revoked
     return KeyRecord(
-        id=key.id, tenant=entry.id, hash=key.hash, admin=key.admin, revoked=revoked, max_parallel=key.max_parallel
+        id=key.id, tenant=entry.id, hash=key.hash, admin=key.admin, revoked=revoked, max_parallel=key.limit
     )

@@ -69,5 +69,5 @@ class RunningGauge:
         if not self._metrics.exposes(names.TENANT_RUNNING):
             return
         tenants = [tenant.id for tenant in await self._records.tenants()]
-        counts = {tenant: sum((await self._accounts.running(tenant)).values()) for tenant in tenants}
+        counts: dict[str, float] = {tenant: sum((await self._accounts.running(tenant)).values()) for tenant in tenants}
         self._metrics.set_by_tenant(names.TENANT_RUNNING, counts)

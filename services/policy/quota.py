@@ -2,8 +2,8 @@
 inside Redis.
 
 Each limit a minute is a bucket that drains at its limit per minute and overflows at its limit. A request fills the
-request bucket by one. Its tokens (prompt + max_tokens) are *held* until it settles, when the true count goes into the token
-bucket instead; so at any moment
+request bucket by one. Its tokens (prompt + max_tokens) are *held* until it settles, when the true count goes into the
+token bucket instead; so at any moment
 
     level + held <= tokens_per_minute          (checked at reserve)
 

@@ -73,6 +73,8 @@ def test_a_terminal_of_few_characters_shows_question_marks(monkeypatch: pytest.M
         ["trace", "--limit", "0"],
         ["batch", "list", "--limit", "x"],
         ["keys", "limits", "a", "--tokens-per-minute", "-1"],
+        ["keys", "limits", "a", "--parallel", "many"],
+        ["keys", "create", "a", "--parallel", "default"],
         ["logs", "-n", "x"],
     ],
 )

@@ -128,6 +128,11 @@ def test_a_bootstrap_file_is_read(tmp_path: Path) -> None:
     (tenant,) = read_bootstrap(write(tmp_path / "b", content)).tenants
     assert tenant.keys[0].admin
     assert tenant.limits == OwnLimits(tokens_per_minute=5)
+    assert tenant.keys[0].limit == 0
+    assert b"max_parallel" not in msgspec.json.encode(tenant)  # its digest is that of earlier versions
+    content = {"tenants": [{"id": "demo", "keys": [{**key, "max_parallel": 3}], "limits": {"max_parallel": 5}}]}
+    (tenant,) = read_bootstrap(write(tmp_path / "c", content)).tenants
+    assert (tenant.keys[0].limit, tenant.limits.max_parallel) == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,7 @@ def test_a_bootstrap_file_is_read(tmp_path: Path) -> None:
         ({"tenants": [{"id": "Demo"}]}, "Demo"),
         ({"tenants": [{"id": "demo", "keys": [{"id": "k", "hash": "ab"}]}]}, "hash"),
         ({"tenants": [{"id": "demo", "limits": {"tokens_per_minute": -1}}]}, "tokens_per_minute"),
+        ({"tenants": [{"id": "demo", "keys": [{"id": "k", "hash": HASH.hex(), "max_parallel": -1}]}]}, "max_parallel"),
         ({"tenants": [{"id": "demo", "klass": "vip"}]}, "vip"),
     ],
 )
