@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +16,8 @@ from typing import Any
 IDLE_CORES = 0.2
 """Other processes' use above this marks a figure: it was not measured on an idle machine."""
 _TICKS = os.sysconf("SC_CLK_TCK")
+_PROCESS_CLOCK = 2
+"""What Linux makes a process's clock id of, beside its number: the time its threads were scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,16 @@ def _processes() -> tuple[dict[int, int], dict[int, float]]:
         with suppress(OSError, IndexError, ValueError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             parents[int(entry.name)] = int(fields[1])
-            used[int(entry.name)] = sum(int(part) for part in fields[11:15]) / _TICKS
+            used[int(entry.name)] = _clock_s(int(entry.name), fields) + sum(map(int, fields[13:15])) / _TICKS
     return parents, used
+
+
+def _clock_s(pid: int, fields: Sequence[str]) -> float:
+    """Of a process itself, to the nanosecond: `fields` of its stat count in hundredths of a second."""
+    try:
+        return time.clock_gettime(~pid << 3 | _PROCESS_CLOCK)
+    except OSError:
+        return sum(map(int, fields[11:13])) / _TICKS
 
 
 def _descends(pid: int, parents: dict[int, int], roots: set[int]) -> bool:

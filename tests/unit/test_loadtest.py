@@ -17,7 +17,7 @@ import pytest
 
 from loadtest.bench import BASE, POLICIES, make_plan, turns
 from loadtest.client import Outcome, run_load
-from loadtest.machine import ForeignLoad, this_machine
+from loadtest.machine import ForeignLoad, processor_s_each, this_machine
 from loadtest.report import Round, figures, percentile, same_texts, table, text_of
 from loadtest.workload import Job, Lengths, LoadShape, make_jobs
 
@@ -236,3 +236,14 @@ async def test_the_load_is_open_a_slow_answer_holds_no_other_up(url: str) -> Non
 async def test_a_gateway_that_is_not_there_is_an_error_of_each_request() -> None:
     outcomes, _ = await run_load("http://127.0.0.1:9", "key", "m", [Job(0, 0.0, (0,), 1)])
     assert "ConnectError" in outcomes[0].error
+
+
+def test_processor_time_is_told_finer_than_the_hundredths_of_a_second_that_proc_counts_in() -> None:
+    own, told = os.getpid(), list[float]()
+    for _ in range(3):
+        began, before = time.process_time(), processor_s_each(own)[own]
+        while time.process_time() - began < 0.002:
+            pass
+        told.append(processor_s_each(own)[own] - before)
+        assert 0 < told[-1] <= time.process_time() - began
+    assert any(abs(seconds - round(seconds, 2)) > 1e-6 for seconds in told)
