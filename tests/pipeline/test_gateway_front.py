@@ -7,12 +7,16 @@ import secrets
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from services.gateway.answers import SessionResponse
+from services.gateway.edge import make_edge
 from services.gateway.guesses import GUESSES
+from shared.bus.memory_bus import MemoryBroker
 from shared.contracts import subjects
 from shared.contracts.ids import TenantId
 from shared.contracts.messages import PolicyEvent
-from tests.pipeline.gateway_support import HEADERS, KEYS, Stack, completion, gateway_stack
+from tests.pipeline.gateway_support import HEADERS, KEYS, MODEL, Backend, Stack, chat, completion, gateway_stack
 
 
 async def test_every_answer_has_an_id() -> None:
@@ -68,6 +72,55 @@ async def test_who_guesses_keys_is_told_to_wait_and_others_are_not() -> None:
         await stack.backend.bus.publish(subjects.POLICY_EVENTS, PolicyEvent(kind="changed", tenant=TenantId("")))
         await asyncio.sleep(0.05)
         assert (await ask(stack, "Bearer key-a")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_generation_has_errors_of_our_shape_though_it_passes_no_router(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: SessionResponse, scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("a secret of ours")
+
+    async with gateway_stack() as stack:
+        # another method, or a path below it, is the router's matter
+        assert (await stack.client.put(path, headers=HEADERS)).status_code == 405
+        assert (await stack.client.post(f"{path}/x/y", headers=HEADERS)).status_code == 404
+        assert (await stack.client.post(path, json={"model": 1}, headers=HEADERS)).status_code == 400
+        # what fails while it is answered is an error without details
+        monkeypatch.setattr(SessionResponse, "__call__", broken)
+        body = {"model": MODEL, "max_tokens": 4, "store": False, "input": "hi", "messages": chat()["messages"]}
+        asked = {name: value for name, value in body.items() if name in FIELDS[path]} | EXTRA.get(path, {})
+        answer = await stack.client.post(path, json=asked, headers=HEADERS)
+        assert answer.status_code == 500, answer.text
+        assert answer.json()["error"]["message"] == "internal error"
+        assert answer.headers["x-request-id"]
+
+
+FIELDS = {
+    "/v1/chat/completions": ("model", "messages", "max_tokens"),
+    "/v1/completions": ("model", "max_tokens"),
+    "/v1/responses": ("model", "input", "store"),
+    "/v1/messages": ("model", "messages", "max_tokens"),
+}
+EXTRA = {"/v1/completions": {"prompt": "hi"}}
+
+
+@pytest.mark.parametrize("dialect", ["completions", "messages"])
+async def test_a_stream_with_comments_before_and_between_its_events_is_whole(dialect: str) -> None:
+    # Given a worker that is slower than the silence after which something is said, behind a page's origin
+    backend = Backend(MemoryBroker(), step_s=0.2, tokens_per_frame=30)
+    edge = make_edge("", "", "", "https://page.example")
+    async with gateway_stack(backend, keep_alive_s=0.05, edge=edge) as stack:
+        asked = completion(stream=True) if dialect == "completions" else chat(stream=True, max_tokens=50)
+        headers = {**HEADERS, "origin": "https://page.example"}
+        answer = await stack.client.post(f"/v1/{dialect}", json=asked, headers=headers)
+    # Then the head has what each layer adds, and the body all events, in this API's words
+    assert answer.headers["access-control-allow-origin"] == "https://page.example"
+    assert answer.headers["x-request-id"]
+    comment, last = (": keep-alive", "[DONE]") if dialect == "completions" else ("event: ping", "message_stop")
+    assert answer.text.count(comment) >= 2
+    assert last in answer.text.strip().splitlines()[-1]
+    assert ("request-id" in answer.headers) == (dialect == "messages")
 
 
 async def ask(stack: Stack, authorization: str) -> httpx.Response:
