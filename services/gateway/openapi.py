@@ -17,7 +17,9 @@ from services.gateway.answer_schemas import answer_schemas, refer
 from services.gateway.answers import json_response
 from services.gateway.auth import key_hash
 from services.gateway.front import is_public
+from services.gateway.message_schemas import message_schemas
 from services.gateway.openapi_operations import OPERATIONS, UNKNOWN, Operation, body_schemas
+from services.gateway.response_events import response_event_schemas
 from services.gateway.response_schemas import response_schemas
 from services.gateway.service import GatewayService
 from shared.version import VERSION
@@ -75,7 +77,13 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         "info": {"title": "Baton", "version": VERSION, "description": "OpenAI's API, and what it tells of itself."},
         "paths": paths,
         "components": {
-            "schemas": {**answer_schemas(), **response_schemas(), **body_schemas()},
+            "schemas": {
+                **answer_schemas(),
+                **response_schemas(),
+                **response_event_schemas(),
+                **message_schemas(),
+                **body_schemas(),
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

@@ -123,11 +123,17 @@ def _generate(body: str, whole: str, event: str) -> Operation:
     return Operation({200: _stream(whole, event)}, _GENERATION, _json(body), parameters=(_KEY, _RESUME))
 
 
+def _named_stream(whole: str, event: str, failure: str) -> Content:
+    told = f"`event: ` and `data: ` with one {event} each; {failure}."
+    return {
+        **_json(whole),
+        "text/event-stream": {"schema": {"description": told}, "x-event-schema": refer(event)},
+    }
+
+
 _ANY: Content = {JSON: {}, "text/event-stream": {}}
-_RESPONSE: Content = {
-    **_json("Response"),
-    "text/event-stream": {"schema": {"description": "events as OpenAI's Responses API has them"}},
-}
+_RESPONSE = _named_stream("Response", "ResponseEvent", "a failure of the door itself is a last `data: ` with an Error")
+_MESSAGE = _named_stream("Message", "MessageEvent", "a failure is a last `event: error` with a MessageError")
 _EVENT: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_EVENT}
 UNKNOWN = Operation({200: _ANY}, _GENERATION, {JSON: {}}, body_required=False, error="")
 """A route that nothing here tells of."""
@@ -167,7 +173,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation({200: _json("Batch")}, (404, 409)),
     ("POST", "/tokenize"): Operation({200: _json("Tokenized")}, (400, 404, 413), _json("TokenizeRequest")),
     ("POST", "/v1/messages"): Operation(
-        {200: _ANY},
+        {200: _MESSAGE},
         _GENERATION,
         _json("MessagesRequest"),
         parameters=(_KEY, _RESUME),

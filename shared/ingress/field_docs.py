@@ -58,8 +58,8 @@ MEANING: Mapping[str, str] = {
     "prediction": "no predicted outputs",
     "presence_penalty": "-2 to 2, once for a token that was put out",
     "prompt": "text, token ids, or a list of either: each prompt has its own choices, counted on",
-    "prompt_cache_key": f"at most {MAX_IDENTIFIER_CHARS} characters; a hint that nothing needs: what is cached is found "
-    "by content, all over the tenant",
+    "prompt_cache_key": f"at most {MAX_IDENTIFIER_CHARS} characters; a hint that nothing needs: what is cached is "
+    "found by content, all over the tenant",
     "prompt_cache_options": "cache scopes come from the tenant alone",
     "prompt_cache_retention": "retention comes from the tenant's record",
     "reasoning_effort": "models here have no levels of it",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from shared.ingress.choice_output import Piece
 from shared.ingress.completion_body import Usage, call_id
+from shared.ingress.json_depth import too_deep
 from shared.tools.tool_stream import CallStart, Content
 
 Event = dict[str, Any]
+_decode = msgspec.json.decode
 MALFORMED = "malformed"
 """A tool's input that is no JSON object is told as one with this field, whole."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -129,8 +132,12 @@ class MessageWriter:
 
 
 def _input(text: str) -> dict[str, Any]:
+    # strict, as it stands in our own JSON: a model may write NaN, or half of a surrogate pair
+    data = text.encode("utf-8", "replace")
     try:
-        found = json.loads(text)
+        found = _decode(data)
+        if too_deep(found, data):
+            raise RecursionError
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {MALFORMED: text}

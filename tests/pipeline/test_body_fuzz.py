@@ -44,6 +44,7 @@ OUTPUTS = (
     default_output(""),
     '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call> and more',
     "<think>hm</think>so",
+    '<tool_call>{"name": "f", "arguments": {"a": NaN, "b": 1e999, "c": "\\ud800"}}</tool_call>',
     '{"a": 1}',
 )
 

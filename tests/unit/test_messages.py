@@ -239,8 +239,11 @@ def test_calls_are_told_even_if_a_stop_sequence_came_behind_them() -> None:
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
 
 
+DEEP = '{"a":' * 101 + "1" + "}" * 101
+
+
 def test_an_input_that_is_no_object_is_kept_whole() -> None:
-    for text in ('{"a": ', "[1]", ""):
+    for text in ('{"a": ', "[1]", "", '{"a": NaN}', '{"a": -1e999}', '{"a": "\\ud800"}', DEEP, "[" * 5000):
         calls = [CallStart(0, "f"), CallArguments(0, text)]
         assert told([Piece(0, calls=list(calls), finish="length")])[1]["content"][0]["input"] == {MALFORMED: text}
 
