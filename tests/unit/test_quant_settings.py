@@ -45,6 +45,12 @@ def test_a_flag_reaches_the_worker() -> None:
     assert (options.quant, options.dtype) == ("int8", "bfloat16")
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_exact_sums_reach_the_worker(exact: bool) -> None:
+    settings = Settings(engine=EngineSettings(exact=exact))
+    assert worker_options(for_model(settings, served_models(settings)[0]), "prefill", os.environ).exact is exact
+
+
 def test_a_model_has_its_own_or_the_engine_s(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     tables = "[[models]]\nname = 'a'\n[[models]]\nname = 'b'\nquant = 'int4'\n[[models]]\nname = 'c'\nquant = 'none'\n"
