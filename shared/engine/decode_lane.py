@@ -5,7 +5,7 @@ What it takes and what it computes are the same as the long way's, bit for bit; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -99,10 +99,13 @@ class DecodeLane:
         bad = frozenset(lost).union(i for i, token in enumerate(drawn) if token < 0)
         return Drawn(tuple(() if i in bad else (token,) for i, token in enumerate(drawn)), bad)
 
-    def again(self) -> list[int] | None:
+    def again(self, ready: Callable[[], object] = lambda: None) -> list[int] | None:
         """Compute the step last run once more, each row with the token it drew: what they draw now.
 
         None: it was not one of the lane's, or a row draws nothing.
+
+        Args:
+            ready: called when nothing is left to do but to compute.
 
         Raises:
             IndexError: a row has too few blocks; nothing was computed.
@@ -112,6 +115,7 @@ class DecodeLane:
             return None
         count, looked_at = self._ran
         self._step.follow(count)
+        ready()
         drawn = self._step.run(count, looked_at)
         return drawn if min(drawn) >= 0 else None
 

@@ -17,11 +17,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from shared.contracts.errors import Unavailable
 from shared.engine.batcher import Batcher
 from shared.engine.engine_parts import (
+    Again,
     Blocks,
     Command,
     Done,
@@ -53,8 +55,9 @@ class Engine:
         on_error: a step that failed, or a fault in a callback; the engine goes on.
         on_step: tokens, sequences, context and seconds of each step that succeeded.
         idle_tick_s: how often `progress` advances when nothing runs.
-        again: computes the step last run once more, each row with the token it drew, and answers what they draw; None,
-            with nothing told, where that cannot be or a row is bad. Called by the executor thread.
+        again: computes the step last run once more, each row with the token it drew, and answers what they draw; None
+            where that cannot be or a row is bad. Called by the executor thread; calls what it is given when it has made
+            everything ready, so that who wakes by that does not wait for the interpreter.
 
     Attributes:
         on_drawn: what each step of a stretch but its last drew, at once, by the executor thread; `on_updates` tells it
@@ -70,7 +73,7 @@ class Engine:
         on_error: Callable[[Exception], None] = lambda error: None,
         on_step: Callable[[StepObservation], None] = lambda observation: None,
         idle_tick_s: float = 0.5,
-        again: Callable[[], Sequence[int] | None] | None = None,
+        again: Again | None = None,
     ) -> None:
         self.on_drawn: Callable[[StepPlan, Sequence[int]], None] | None = None
         self._batcher = batcher
@@ -350,8 +353,7 @@ class Engine:
         steps = [drawn]
         while len(steps) < plan.repeats and not self._interrupted and plan.ending.isdisjoint(drawn):
             try:
-                tell(plan, drawn)
-                more = again()
+                more = again(partial(tell, plan, drawn))
             except Exception as exc:  # the step is planned anew, and fails for good if it does again
                 self._report_error(exc)
                 break

@@ -9,6 +9,8 @@ from typing import Protocol
 from shared.engine.step_plan import StepOutput, StepPlan
 
 Blocks = tuple[tuple[int, int], ...]  # (group, block id)
+Again = Callable[[Callable[[], object]], Sequence[int] | None]
+"""As `Engine`'s `again`."""
 
 
 PendingStep = Callable[[], StepOutput]

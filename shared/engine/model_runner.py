@@ -81,12 +81,12 @@ class ModelRunner:
         self._last = {row.seq_id: tokens for row, tokens in zip(plan.sequences, drawn.sampled, strict=True)}
         return StepOutput(plan.step, drawn.sampled, drawn.bad, time.perf_counter() - start)
 
-    def again(self) -> list[int] | None:
+    def again(self, ready: Callable[[], object]) -> list[int] | None:
         """As `DecodeLane.again`. No later step may refer to the tokens of the steps run by it."""
         if self._lane is None or self._record_logits is not None:
             return None
         self._last = {}
-        return self._lane.again()
+        return self._lane.again(ready)
 
     @torch.inference_mode()
     def _run_any(self, plan: StepPlan, start: float) -> StepOutput:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.engine.core_share import CoreShare
+from shared.engine.engine_parts import Again
 from shared.engine.step_plan import StepOutput, StepPlan
 
 
@@ -21,7 +22,7 @@ class ModelSteps:
     zero: Callable[[int, Iterable[int]], None]
     share: CoreShare | None = None
     use_threads: Callable[[int], None] | None = None
-    again: Callable[[], Sequence[int] | None] | None = None  # None: each step is planned by itself
+    again: Again | None = None  # None: each step is planned by itself
     _told: int = 0  # threads
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -31,15 +32,15 @@ class ModelSteps:
             self._use(threads)
             return self.step(plan)
 
-    def run_again(self) -> Sequence[int] | None:
+    def run_again(self, ready: Callable[[], object]) -> Sequence[int] | None:
         """As `again`, on this worker's share of the cores."""
         if self.again is None:
             return None
         if self.share is None:
-            return self.again()
+            return self.again(ready)
         with self.share.step() as threads:
             self._use(threads)
-            return self.again()
+            return self.again(ready)
 
     def _use(self, threads: int) -> None:
         if threads != self._told and self.use_threads is not None:

@@ -152,10 +152,12 @@ def test_a_stretch_is_the_same_as_its_steps(ways: tuple[Way, Way], count: int) -
         text.tables = (text.tables[0] + tuple(free.pop() for _ in range(3)),)
     first = StepPlan(2, tuple(text.row() for text in texts), repeats=steps)
     drawn = [[token for (token,) in short.runner.run(first).sampled]]
+    told: list[int] = []
     while len(drawn) < steps:
-        more = short.runner.again()
+        more = short.runner.again(lambda: told.append(len(drawn)))
         assert more is not None
         drawn.append(more)
+    assert told == list(range(1, steps))
     for number, tokens in enumerate(drawn, start=2):
         rows = first.sequences if number == 2 else tuple(text.row() for text in texts)
         assert [token for (token,) in long.runner.run(StepPlan(number, rows)).sampled] == tokens
@@ -171,14 +173,14 @@ def test_what_is_not_the_lanes_is_not_done_again(ways: tuple[Way, Way]) -> None:
     chunk = StepPlan(1, (text.row(),))
     for way in ways:
         (token,) = way.runner.run(chunk).sampled[0]
-        assert way.runner.again() is None
+        assert way.runner.again(lambda: None) is None
     text.tokens.append(token)
     plan = StepPlan(2, (text.row(),))
     for way in ways:
         way.runner.run(plan)
-    assert long.runner.again() is None
+    assert long.runner.again(lambda: None) is None
     short.pool.views()[0].view(torch.uint8).fill_(0xFF)  # not a number anywhere
-    assert short.runner.again() is None
+    assert short.runner.again(lambda: None) is None
 
 
 def test_a_bad_row_is_told_and_its_next_one_too(ways: tuple[Way, Way]) -> None:

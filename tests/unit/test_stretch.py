@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -151,8 +151,9 @@ class Going(FakeRunner):
         self.repeats.append(plan.repeats)
         return super().run(plan)
 
-    def again(self) -> Sequence[int] | None:
+    def again(self, ready: Callable[[], object]) -> Sequence[int] | None:
         assert self._plan is not None
+        ready()
         self.at.release()
         if not self.free:
             assert self.go.acquire(timeout=WAIT_S)
