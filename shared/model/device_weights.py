@@ -15,7 +15,7 @@ from kernels.moe.triton_kernel import stacked
 from shared.contracts.errors import SettingsError
 from shared.model.checkpoint import EMBEDDING, HEAD, MOE
 from shared.model.config import ModelConfig
-from shared.model.device_packing import joined, on_device, packed
+from shared.model.device_packing import on_device, packed
 
 
 class TensorSource(Protocol):
@@ -119,7 +119,7 @@ class _Loader:
         """Matrices joined along their outputs, as `quant` keeps them."""
         if not quant.bits:
             return plain(self.tensor(*names), bias)
-        parts = joined([on_device(self._source.kept(name), self._device) for name in names])
+        parts = [on_device(self._source.kept(name), self._device) for name in names]
         try:
             return packed(parts, quant, bias)
         except (Unquantizable, KernelArgumentError) as exc:

@@ -28,7 +28,7 @@ from shared.kv.device_spans import digests_of, pull_blocks, span_of, warm, zero_
 from shared.kv.handoff_sink import PullItem
 from shared.model import device_decoder
 from shared.model.device_decoder import load_device_decoder
-from shared.model.device_packing import joined, packed
+from shared.model.device_packing import packed
 from shared.model.quality_gate import Configuration
 from tests.device_models import BLOCK, BLOCKS, GREEDY, SIZES, TOKENS, VOCAB, Runs, llama, part, save
 from tests.tiny_models import make_tiny_model
@@ -272,15 +272,15 @@ def test_digests_see_a_scale_a_tail_and_a_place(folder: Path) -> None:
     assert not bool(after[0].any())
 
 
-def test_a_checkpoint_s_own_integers_are_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_s_own_integers_are_kept() -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     kept = to_int4(weight, 32)
     halved = Int4Weight(kept.integers // 2, kept.scales, kept.minima, 32)  # no range of its own would give these
-    both = joined([halved, kept])
-    found = dequantized(packed(both, QUANTS["int4"]))
+    found = dequantized(packed([halved, weight], QUANTS["int4"]))
     assert torch.allclose(found, torch.cat([halved.floats(), kept.floats()]).double(), atol=1e-6)
-    eight = packed(joined([halved, weight]), QUANTS["int8"])
+    eight = packed([halved, weight], QUANTS["int8"])
     assert torch.equal(eight.data, to_int8(torch.cat([halved.floats(), weight])).integers)
+    assert not torch.allclose(found[:48], dequantized(packed([halved.floats()], QUANTS["int4"])), atol=1e-6)
 
 
 def test_what_has_no_integers_is_told_by_name(folder: Path) -> None:
