@@ -148,6 +148,9 @@ def test_everything_killed_at_once_and_started_again(own: Baton) -> None:
     first = own.up("--fake")
     assert own.answers()
     stream = Stream(own, PROMPT, TOKENS).flowing()
+    responses = own.openai().responses
+    story = responses.create(model=MODEL, input="hi", background=True, max_output_tokens=1000)
+    until(lambda: responses.retrieve(story.id).status == "in_progress", 30)
     # When every process of it is killed at once
     for pid in own.processes():
         with suppress(ProcessLookupError):
@@ -164,6 +167,14 @@ def test_everything_killed_at_once_and_started_again(own: Baton) -> None:
     assert (second.api_key, second.admin_key) == (first.api_key, first.admin_key)
     assert own.answers()
     assert len(list(pools.iterdir())) == 2
+    # And what ran in the background goes on by itself
+    responses = own.openai().responses
+    until(lambda: responses.retrieve(story.id).status == "incomplete", 90)
+    told = responses.retrieve(story.id)
+    assert told.usage is not None
+    assert told.usage.output_tokens == 1000
+    assert responses.input_items.list(story.id).data
+    responses.delete(story.id)
     traces = own.traces_outside()
     own.down()
     own.nothing_left(traces)
