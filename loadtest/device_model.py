@@ -154,7 +154,7 @@ class Case:
         self.compute = DeviceCompute(model, groups, self.views, limits)
         self.stream = DeviceStream(model.device)
         self.size = next(bucket for bucket in self.compute.buckets if sequences <= bucket)
-        self.graphs = DecodeGraphs(self.stream, self.compute.decode)
+        self.graphs = DecodeGraphs(self.stream, self.compute.decode, self.compute.draw)
         self.runner = DeviceRunner(self.compute, self.stream, self.graphs)
         self.step = 0
 

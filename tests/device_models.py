@@ -102,7 +102,7 @@ class Runs:
         stream = DeviceStream(model.device)
         captured = None
         if graphs:
-            captured = DecodeGraphs(stream, compute.decode)
+            captured = DecodeGraphs(stream, compute.decode, compute.draw)
             captured.capture(compute.buckets)
         self.runner = DeviceRunner(compute, stream, captured, None if graphs else self._record)
         self.step = 0

@@ -93,7 +93,6 @@ class Batcher:
         tables, num_cached = self._room.admit(spec) if leader is None else (no_tables(self.pool), 0)
         self._arrivals += 1
         seq = Sequence(spec, self._arrivals, tables, num_cached)
-        seq.waits_for_tokens = self.config.grammars_wait and bool(spec.sampling.grammar)
         self._sequences[spec.seq_id] = seq
         if leader is not None:
             self._followers.add(seq, leader)

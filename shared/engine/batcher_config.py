@@ -19,7 +19,6 @@ class BatcherConfig:
     max_num_seqs: int = 32  # most live sequences, waiting for KV included
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     depth: int = 1  # steps that may be planned while one is in flight
-    grammars_wait: bool = False  # for the end of the step that draws their token, before another takes them in
     quantum: int = 64  # prompt tokens a tenant of weight 1 gets in a turn
     stretch_s: float = 0.0  # how long plain decodes may go on with nobody planning; see `StepComposer.stretch`
     batching: Batching = "continuous"  # see `batching_policy`

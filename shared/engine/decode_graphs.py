@@ -7,21 +7,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.engine.device_stream import DeviceStream
 
 
 class DecodeGraphs:
-    """Graphs by number of sequences. They share one pool of memory: only one runs at a time, in the stream's order.
+    """Graphs by number of sequences, a pair each: up to the logits, and the draws from them. They share one pool of
+    memory: only one runs at a time, in the stream's order, and a pair's second right behind its first.
 
     Args:
-        compute: launches a decode step of that many sequences over fixed buffers.
+        compute: launches a decode step of that many sequences over fixed buffers, up to its logits.
+        draw: launches the draws from those.
     """
 
-    def __init__(self, stream: DeviceStream, compute: Callable[[int], object]) -> None:
+    def __init__(
+        self, stream: DeviceStream, compute: Callable[[int], Tensor], draw: Callable[[Tensor], object]
+    ) -> None:
         self._stream = stream
         self._compute = compute
-        self._graphs: dict[int, Any] = {}
+        self._draw = draw
+        self._graphs: dict[int, tuple[Any, Any]] = {}
         self._memory: Any = None
 
     def capture(self, sizes: Sequence[int]) -> None:
@@ -30,17 +36,30 @@ class DecodeGraphs:
         with self._stream.use(), torch.inference_mode():
             for size in sorted(sizes, reverse=True):
                 # kernels are compiled and libraries set up outside a capture
-                self._compute(size)
+                self._draw(self._compute(size))
                 self._stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._memory, stream=torch.cuda.current_stream()):
-                    self._compute(size)
-                self._graphs[size] = graph
+                first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+                with torch.cuda.graph(first, pool=self._memory, stream=torch.cuda.current_stream()):
+                    logits = self._compute(size)
+                # held until here, so that draws do not write where they lie
+                with torch.cuda.graph(second, pool=self._memory, stream=torch.cuda.current_stream()):
+                    self._draw(logits)
+                self._graphs[size] = (first, second)
+                del logits
         self._stream.synchronize()
 
+    def compute(self, size: int) -> None:
+        """Launch a step of that size on the current stream, up to its logits. `draw` comes next on the stream."""
+        self._graphs[size][0].replay()
+
+    def draw(self, size: int) -> None:
+        """Launch the draws of the step just computed."""
+        self._graphs[size][1].replay()
+
     def replay(self, size: int) -> None:
-        """Launch the graph of that size on the current stream."""
-        self._graphs[size].replay()
+        """Launch both."""
+        self.compute(size)
+        self.draw(size)
 
     def drop(self) -> None:
         """Give the graphs and their memory back."""

@@ -58,7 +58,8 @@ class Part:
 
 
 def parts_of(shape: StepShape) -> dict[str, Part]:
-    """The places of a buffer's parts. Block tables are last: their size moves nothing else.
+    """The places of a buffer's parts. Those of draws are first, so that the number of logits tells where they are, and
+    block tables are last: their size moves nothing else.
 
     token_ids      [num_rows]      0 where in flight or padding
     token_source   [num_rows]      row of the last step's samples a token in flight comes from; -1 = token_ids has it

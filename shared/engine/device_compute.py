@@ -29,7 +29,7 @@ from shared.engine.device_sampling import DeviceSampling
 from shared.engine.step_plan import StepPlan
 from shared.kv.device_spans import KvView
 from shared.kv.layout import SCALED, LayerGroup
-from shared.model.device_decoder import DeviceDecoder, DeviceStep, Plans
+from shared.model.device_decoder import DeviceDecoder, DeviceStep
 
 PARTIAL_BYTES = 256 * 1024 * 1024
 """Most memory that partial results of attention may take in a captured decode step: it bounds the context of those."""
@@ -116,7 +116,7 @@ class DeviceCompute:
             tables[: shape.num_seqs, : shape.max_blocks].copy_(self._part(parts[f"tables.{g}"]))
 
     def decode(self, num_seqs: int) -> Tensor:
-        """Launch a decode step of that many sequences, padding included: logits, and draws into `drawn` and `top`.
+        """Launch a decode step of that many sequences, padding included, up to its logits.
 
         Everything it reads lies at the same place every time: it can be captured.
         """
@@ -140,10 +140,10 @@ class DeviceCompute:
                     window=window,
                     quantized=group.dtype in SCALED,
                 )
-        return self._run(step, plans, parts)
+        return self.model.forward(step, self.drawn.tokens, self.groups, self.pools, plans)
 
     def mixed(self, plan: StepPlan, shape: StepShape) -> Tensor:
-        """Launch any step, its attention planned here: logits, and draws into `drawn` and `top`."""
+        """Launch any step up to its logits, its attention planned here."""
         parts = parts_of(shape)
         config = self.model.config
         ends = np.cumsum([0, *(len(sequence.token_ids) for sequence in plan.sequences)])
@@ -164,16 +164,18 @@ class DeviceCompute:
             for g, group in enumerate(self.groups)
             for window in self._windows
         }
-        return self._run(self._step(parts), plans, parts)
+        return self.model.forward(self._step(parts), self.drawn.tokens, self.groups, self.pools, plans)
 
-    def _run(self, step: DeviceStep, plans: Plans, parts: dict[str, Part]) -> Tensor:
-        logits = self.model.forward(step, self.drawn.tokens, self.groups, self.pools, plans)
+    def draw(self, logits: Tensor) -> None:
+        """Launch the draws of the step just launched, into `drawn` and `top`. They can be captured too."""
         num_logits = logits.shape[0]
-        if num_logits:
-            drawn, part = self.drawn.first(num_logits), {name: self._part(parts[name]) for name in _DRAWN_BY}
-            sample(logits, self._rows(part), drawn)
-            top_logprobs(logits, drawn.log_sums, MAX_TOP, part["top"], self.top.first(num_logits))
-        return logits
+        if not num_logits:
+            return
+        # where these parts lie follows from the number of logits alone
+        parts = parts_of(StepShape(0, 0, num_logits, len(self.groups), 0))
+        drawn, part = self.drawn.first(num_logits), {name: self._part(parts[name]) for name in _DRAWN_BY}
+        sample(logits, self._rows(part), drawn)
+        top_logprobs(logits, drawn.log_sums, MAX_TOP, part["top"], self.top.first(num_logits))
 
     def _rows(self, part: dict[str, Tensor]) -> SamplingRows:
         state = self.sampling

@@ -52,6 +52,11 @@ class DeviceResults:
             _copy(self._ids[:rows], compute.top.ids)
             _copy(self._values[:rows], compute.top.logprobs)
 
+    def tokens(self, first: int, count: int) -> tuple[int, ...] | None:
+        """What some rows drew, once the step has ended; None where one was not finite."""
+        tokens, finite = self._drawn[:, first : first + count].tolist()
+        return tuple(tokens) if all(finite) else None
+
     def read(self, plan: StepPlan, before: Collection[str], stuck: Collection[int]) -> StepDraws:
         """What the step drew, once it has ended.
 

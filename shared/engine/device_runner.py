@@ -2,37 +2,33 @@
 
 A step is launched while the one before still runs: its tokens in flight are read on the device, where the step before
 leaves them. Rows that were not finite are found when a step's tokens are read; whoever waited for their token is told.
-A grammar's mask needs the tokens before it on the host: sequences that have one come without tokens in flight.
+A step with grammars is launched up to its logits, and draws once its masks are there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.sampling.triton_rows import MAX_BIASES
 from shared.contracts.errors import Internal
 from shared.engine.decode_graphs import DecodeGraphs
-from shared.engine.device_batch import BatchWriter, buffer_words
+from shared.engine.device_batch import BatchWriter, StepShape, buffer_words
 from shared.engine.device_compute import DeviceCompute
+from shared.engine.device_masks import DeviceMasks, FoundMasks, StepBefore
 from shared.engine.device_results import DeviceResults
 from shared.engine.device_stream import DeviceStream, Mark
 from shared.engine.engine_parts import PendingStep
-from shared.engine.sampler import constrained_rows
 from shared.engine.sampling_lines import PlainRows, SamplingLines, StepLines, wants_logprobs
-from shared.engine.step_plan import IN_FLIGHT, StepOutput, StepPlan
-from shared.grammar.row_masks import Bits, RowMasks
-
-log = logging.getLogger("baton.worker")
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.grammar.row_masks import RowMasks
 
 RecordLogits = Callable[[str, int, Tensor], None]
 """Called as (seq_id, absolute position of the row, [vocab_size] logits): for proofs; the host then waits in a step."""
@@ -72,12 +68,12 @@ class DeviceRunner:
         self._stream = stream
         self._graphs = graphs
         self._record_logits = record_logits
-        self._masks = masks
+        self._masks = DeviceMasks(masks, compute.limits.max_num_seqs, compute.model.config.vocab_size)
         self._lines = SamplingLines(compute.limits.max_num_seqs, compute.model.config.vocab_size, MAX_BIASES)
         self._plain = PlainRows()
         self._slots = [self._slot(compute.inputs.numel()) for _ in range(compute.limits.depth + 2)]
         self._turns = 0  # of the slots
-        self._samples: dict[str, tuple[int, int]] = {}  # of the last step launched
+        self._before: StepBefore | None = None
         self._bad: frozenset[str] = frozenset()  # sequences of the last step read
 
     def _slot(self, words: int) -> _Slot:
@@ -100,13 +96,14 @@ class DeviceRunner:
         slot.free.acquire()
         try:
             with _lost(f"before step {plan.step}"):
-                mark, stuck = self._launch(plan, slot)
+                mark, masks = self._launch(plan, slot)
         except BaseException:
             self._lines.forget(plan)
             slot.free.release()
             raise
-        self._samples = _rows_drawn(plan)
-        return partial(self._read, plan, slot, mark, start, stuck)
+        gone = masks.gone if masks is not None else frozenset[str]()
+        self._before = StepBefore(_rows_drawn(plan), slot.results, mark.wait, gone)
+        return partial(self._read, plan, slot, mark, start, masks.stuck if masks is not None else frozenset())
 
     def zero_blocks(self, blocks: Sequence[tuple[int, int]]) -> Callable[[], None]:
         """Launch overwriting (group, block id) with zeros, before any step launched later; what is returned waits.
@@ -121,59 +118,45 @@ class DeviceRunner:
         return partial(_wait, mark)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan, slot: _Slot) -> tuple[Mark, frozenset[int]]:
-        """Also the sequences that cannot go on under their grammars: what they draw is nobody's."""
+    def _launch(self, plan: StepPlan, slot: _Slot) -> tuple[Mark, FoundMasks | None]:
         lines: StepLines | None = None
-        masks: list[Bits] = []
-        stuck = frozenset[int]()
         try:
             if not plan.sequences:
                 raise ValueError(f"step {plan.step} is empty")
             shape = self._compute.shape_of(plan)
             if not self._plain.all_of(plan.sequences):
                 lines = self._lines.assign(plan)
-                masks, stuck = self._mask(plan, lines)
-            slot.writer.write(plan, shape, self._samples, lines)
+                self._masks.place(plan, lines)
+            slot.writer.write(plan, shape, self._before.rows if self._before is not None else {}, lines)
         except ValueError as exc:
             raise Internal(str(exc)) from exc
-        words = buffer_words(shape)
+        masks: FoundMasks | None = None
         with self._stream.use():
-            for text in lines.texts if lines is not None else ():
-                self._compute.sampling.write(text, self._stream)
-            if masks:
-                self._compute.sampling.write_masks(np.concatenate(masks), self._stream)
-            self._compute.inputs[:words].copy_(slot.inputs[:words], non_blocking=True)
-            if not shape.max_blocks:
-                self._record(plan, self._compute.mixed(plan, shape))
-            else:
-                self._compute.spread_tables(shape)
-                if self._graphs is not None:
-                    self._graphs.replay(shape.num_seqs)
-                else:
-                    self._record(plan, self._compute.decode(shape.num_seqs))
+            self._send(slot.inputs[: buffer_words(shape)], lines)
+            draw = self._compute_logits(plan, shape)
+            if lines is not None and lines.masks:
+                masks = self._masks.find(plan, lines, self._before)
+                self._compute.sampling.write_masks(masks.bits, self._stream)
+            draw()
             slot.results.fetch(self._compute, plan, lines is not None and wants_logprobs(plan.sequences))
-            return self._stream.mark(), stuck
+            return self._stream.mark(), masks
 
-    def _mask(self, plan: StepPlan, lines: StepLines) -> tuple[list[Bits], frozenset[int]]:
-        """The masks of the step, whose lines are put down, and the sequences that cannot go on."""
-        rows = constrained_rows(plan.sequences, [row.token_ids for row in plan.sequences], frozenset())
-        if not rows:
-            return [], frozenset()
-        for row in rows:
-            if IN_FLIGHT in plan.sequences[row.index].token_ids:
-                raise ValueError(f"step {plan.step}: {row.seq_id} has a grammar and a token in flight")
-        if self._masks is None:
-            raise ValueError(f"step {plan.step}: {rows[0].seq_id} has a grammar, and nothing here reads it")
-        found = self._masks.now(rows)
-        for reason in found.faults.values():
-            log.warning("a constrained output ends: %s", reason)
-        count = 0
-        for index, bits in found.bits.items():
-            lines.masks[index] = count
-            count += len(bits)
-        if count > self._compute.limits.max_num_seqs:
-            raise ValueError(f"step {plan.step}: {count} masks, at most {self._compute.limits.max_num_seqs} have room")
-        return list(found.bits.values()), frozenset(found.faults)
+    def _send(self, inputs: Tensor, lines: StepLines | None) -> None:
+        for text in lines.texts if lines is not None else ():
+            self._compute.sampling.write(text, self._stream)
+        self._compute.inputs[: inputs.shape[0]].copy_(inputs, non_blocking=True)
+
+    def _compute_logits(self, plan: StepPlan, shape: StepShape) -> Callable[[], None]:
+        """Launch a step up to its logits; what is returned launches the draws from them."""
+        compute, graphs = self._compute, self._graphs
+        if shape.max_blocks:
+            compute.spread_tables(shape)
+            if graphs is not None:
+                graphs.compute(shape.num_seqs)
+                return partial(graphs.draw, shape.num_seqs)
+        logits = compute.decode(shape.num_seqs) if shape.max_blocks else compute.mixed(plan, shape)
+        self._record(plan, logits)
+        return partial(compute.draw, logits)
 
     def _read(self, plan: StepPlan, slot: _Slot, mark: Mark, start: float, stuck: frozenset[int]) -> StepOutput:
         """Wait for a step and read its tokens."""

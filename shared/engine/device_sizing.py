@@ -110,7 +110,7 @@ class Steps:
         stream = DeviceStream(model.device)
         compute = DeviceCompute(model, groups, pools, limits)
         captures = self._samples and model.device.type == "cuda"
-        self._graphs = DecodeGraphs(stream, compute.decode) if captures else None
+        self._graphs = DecodeGraphs(stream, compute.decode, compute.draw) if captures else None
         if self._graphs is not None:
             self._graphs.capture(compute.buckets)
         self.runner = DeviceRunner(compute, stream, self._graphs, masks=masks)

@@ -61,7 +61,6 @@ class Sequence:
     cleaning: int = 0  # own blocks the cleaner has not zeroed yet
     kept_for_peer: bool = field(init=False)  # a peer will pull its blocks
     awaiting_kv: bool = field(init=False)
-    waits_for_tokens: bool = False  # takes no part in a step while a token of its own is in flight
     leaving: bool = False  # to be preempted once its steps in flight have ended
     preempted: bool = False  # holds no blocks
     finish: str = ""
@@ -121,8 +120,6 @@ class Sequence:
     def num_pending_tokens(self) -> int:
         """Tokens the next step could compute."""
         if self.finish or self.awaiting_kv or self.leaving or self.preempted:
-            return 0
-        if self.waits_for_tokens and self.num_placeholders:
             return 0
         num_tokens = len(self.tokens) + self.num_placeholders
         return num_tokens - self.num_computed_tokens if num_tokens < self._most else 0

@@ -140,7 +140,6 @@ class WorkerEngine:
             chunk_size=o.chunk_size,
             depth=o.depth,
             stretch_s=STRETCH_S if self.again is not None else 0.0,
-            grammars_wait=o.device == "cuda",
             batching=o.batching,
             batch_size=o.batch_size,
             batch_window_s=o.batch_window_s,

@@ -23,7 +23,7 @@ from kernels.testing import DEVICE, INTERPRETED
 from shared.contracts.errors import Internal
 from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
-from shared.engine.batcher import STUCK, Batcher
+from shared.engine.batcher import NOT_FINITE, STUCK, Batcher
 from shared.engine.batcher_config import BatcherConfig
 from shared.engine.block_room import ReservationRefused
 from shared.engine.decode_graphs import DecodeGraphs
@@ -80,7 +80,7 @@ class TableModel:
     )
 
     def __init__(self) -> None:
-        self.table = TABLE.to(DEVICE)
+        self.table = TABLE.to(DEVICE, copy=True)
 
     def forward(self, step: Any, samples: Tensor, *_: Any) -> Tensor:
         source = step.token_source.long()
@@ -96,7 +96,7 @@ def device_runner(layout: PoolLayout, graphs: bool = False) -> DeviceRunner:
     stream = DeviceStream(DEVICE)
     captured = None
     if graphs:
-        captured = DecodeGraphs(stream, compute.decode)
+        captured = DecodeGraphs(stream, compute.decode, compute.draw)
         captured.capture(compute.buckets)
     return DeviceRunner(compute, stream, captured, masks=RowMasks(Ready(), VOCAB))
 
@@ -130,7 +130,7 @@ class Running:
         self, make: Callable[[PoolLayout], Any], num_blocks: int = 40, depth: int = 1, max_num_seqs: int = MAX_NUM_SEQS
     ) -> None:
         layout = PoolLayout((GROUP,), (num_blocks,))
-        config = BatcherConfig(token_budget=24, max_num_seqs=max_num_seqs, depth=depth, grammars_wait=True)
+        config = BatcherConfig(token_budget=24, max_num_seqs=max_num_seqs, depth=depth)
         self.batcher = Batcher(layout, config)
         self.runner = make(layout)
         self.tokens: dict[str, list[int]] = {}
@@ -221,9 +221,20 @@ def test_sequences_draw_what_they_draw_alone_on_a_cpu(cases: Cases) -> None:
     running.all(preempt=("penalized", "constrained"))
     require_same(running, cases)
     ahead = {row.seq_id for plan in running.plans for row in plan.sequences if IN_FLIGHT in row.token_ids}
-    assert ahead == {name for name, (_, params) in cases.items() if not params.grammar}
+    assert ahead == set(cases)
     preempted = {name for name, end in running.ends.items() if end.totals and end.totals.preemptions}
     assert preempted == {"penalized", "constrained"} & set(cases)
+
+
+def test_a_row_that_is_not_finite_ends_a_constrained_output_alone() -> None:
+    running = Running(device_runner)
+    table = running.runner._compute.model.table
+    table[(9 * 7 + 1 * 3) % len(table)] = torch.nan  # of token 9 at position 1
+    running.add("bad", [4, 9], sampled(90, ignore_eos=False, grammar=KINDS))
+    running.add("good", [12, 99], sampled(3, grammar=KINDS))
+    running.all()
+    assert (running.ends["bad"].finish, running.ends["bad"].detail) == (ERROR, NOT_FINITE)
+    assert running.ends["good"].finish == "length"
 
 
 def test_an_output_goes_on_where_another_worker_left_it() -> None:
@@ -235,6 +246,9 @@ def test_an_output_goes_on_where_another_worker_left_it() -> None:
     running.all()
     assert running.tokens["first"] == truth
     assert (running.ends["broken"].finish, running.ends["broken"].detail) == (ERROR, STUCK)
+    assert any(
+        row.seq_id == "broken" and IN_FLIGHT in row.token_ids for plan in running.plans for row in plan.sequences
+    )
     # the same name again, at the same place: nothing is left of the one before
     prompt, params = [5, 9, 9, 31, 6], sampled(4, temperature=0.0, **STRONG)
     running.add("first", prompt, params, [33, 33, 33])
@@ -248,7 +262,6 @@ def test_an_output_goes_on_where_another_worker_left_it() -> None:
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"sampling": sampled(grammar=KINDS), "token_ids": (IN_FLIGHT,)}, "token in flight"),
         ({"sampling": sampled(**STRONG), "token_ids": (IN_FLIGHT,)}, "nobody knows"),
         ({"sampling": sampled(**STRONG), "start": 0, "token_ids": (5, 6), "num_logits": 2}, "draws 2 tokens at once"),
         ({"sampling": sampled(**STRONG), "history": (VOCAB,)}, "token id outside"),
