@@ -128,7 +128,7 @@ async def test_op32_who_leaves_frees_everything_wherever_the_request_is(fake_sta
         await asyncio.sleep(1.0)
 
     async with client_of(fake_stack, OTHER_KEY) as other:
-        bystander = asyncio.create_task(stream(other, body(800, 1)))
+        bystander = asyncio.create_task(stream(other, body(500, 1)))
         await asyncio.to_thread(until, lambda: running_at(fake_stack) >= 1, LIMIT_S)
         # streamed and not; in the decode, and on the way there, which a long prompt makes longer
         await asyncio.gather(leaves(0, 20, decoding), leaves(1, 20, decoding))
