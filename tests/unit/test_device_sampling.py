@@ -259,6 +259,31 @@ def test_an_output_goes_on_where_another_worker_left_it() -> None:
     assert running.tokens["first"] == other.tokens["first"]
 
 
+@pytest.mark.parametrize("params", [sampled(grammar=KINDS), sampled(**STRONG)], ids=["constrained", "penalized"])
+def test_the_host_waits_for_grammars_alone_and_when_the_next_step_is_launched(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = device_runner(PoolLayout((GROUP,), (4,)))
+    events: list[str] = []
+
+    class Noting:
+        def wait(self) -> None:
+            events.append("waits")
+
+    def noting(name: str) -> None:
+        launch = getattr(runner._compute, name)
+        monkeypatch.setattr(runner._compute, name, lambda *args: (events.append(name), launch(*args))[1])
+
+    for name in ("mixed", "decode", "draw"):
+        noting(name)
+    monkeypatch.setattr(runner._stream, "mark", Noting)
+    first = ScheduledSequence("a", 0, (5, 6), ((0,),), 1, params, num_prompt_tokens=2)
+    second = ScheduledSequence("a", 2, (IN_FLIGHT,), ((0,),), 1, params, num_prompt_tokens=2, history=(5, 6))
+    ends = [runner.run(StepPlan(i, (row,))) for i, row in enumerate((first, second), start=1)]
+    assert events == ["mixed", "draw", "decode", *(["waits"] if params.grammar else []), "draw"]
+    assert [len(end().sampled[0]) for end in ends] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("row", "what"),
     [
