@@ -114,6 +114,8 @@ def _few_rows(make: Make) -> Iterator[Variant]:
     yield make("few-rows-norm", lambda: few_rows_linear(x, up, norm=norm, eps=1e-5))
     yield make("few-rows-norm-gate", lambda: few_rows_linear(x, up, norm=norm, eps=1e-5, gate="silu"))
     yield make("few-rows-add", lambda: few_rows_linear(inner.to(_BF16), down, residual=x))
+    eight, scales = _weight("int8", 0, 2 * WIDTH).data, torch.empty(2 * WIDTH)
+    yield make("few-rows-int8", lambda: few_rows_linear(x, eight, scales=scales, norm=norm, eps=1e-5, gate="silu"))
     ids = torch.zeros(1, dtype=torch.int32)
     yield make("embedding", lambda: embed(ids, ids, ids, down, 2.0))
 

@@ -27,6 +27,7 @@ def few_rows_kernel(
     x_ptr,  # [num_rows, in_features], contiguous
     norm_ptr,  # [in_features], with HAS_NORM
     w_ptr,  # [out_features, in_features], or twice as many rows with GATE
+    scale_ptr,  # as many float32 as the weight, of int8 then, has rows, with HAS_SCALE
     bias_ptr,  # as many as the weight has rows, with HAS_BIAS
     y_ptr,  # [num_rows, out_features], contiguous; the residual, read and written, with ADD
     in_features,
@@ -35,6 +36,7 @@ def few_rows_kernel(
     OFFSET: tl.constexpr,
     GATE: tl.constexpr,  # "" or one of GATES
     HAS_NORM: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -78,10 +80,14 @@ def few_rows_kernel(
     if HAS_NORM:
         scale = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / in_features + eps)  # [BLOCK_N], all alike
     b_y = tl.sum(b_acc, axis=1) * scale
+    if HAS_SCALE:
+        b_y *= tl.load(scale_ptr + o_n, mask=m_n, other=0.0)
     if HAS_BIAS:
         b_y += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     if GATE != "":
         b_y_up = tl.sum(b_acc_up, axis=1) * scale
+        if HAS_SCALE:
+            b_y_up *= tl.load(scale_ptr + out_features + o_n, mask=m_n, other=0.0)
         if HAS_BIAS:
             b_y_up += tl.load(bias_ptr + out_features + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_y = gated(b_y, GATE) * b_y_up
@@ -96,6 +102,7 @@ def few_rows_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    scales: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     offset: float = 0.0,
@@ -106,8 +113,9 @@ def few_rows_linear(
 
     Args:
         x: [num_rows, in_features] bfloat16, float16 or float32, contiguous.
-        weight: [out_features, in_features], contiguous, x's dtype; with `gate`, [2 * out_features, in_features].
+        weight: [out_features, in_features], or with `gate` [2 * out_features, in_features]; contiguous, x's dtype or int8.
         bias: as many as the weight has rows.
+        scales: of an int8 weight, as many float32: what its rows are multiplied by.
         norm: [in_features]; x is first normalized as by `kernels.norm.triton_kernel.rms_norm` with `eps` and `offset`.
         gate: the first half of the product, activated, times the second, as `kernels.activation.triton_kernel`.
         residual: [num_rows, out_features]; the result is added to it, and it is returned.
@@ -118,7 +126,7 @@ def few_rows_linear(
     Raises:
         KernelArgumentError: a tensor is not as above.
     """
-    num_rows, in_features, out_features = _check(x, weight, bias, norm, gate, residual)
+    num_rows, in_features, out_features = _check(x, weight, bias, scales, norm, gate, residual)
     y = residual
     if y is None:
         y = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
@@ -130,6 +138,7 @@ def few_rows_linear(
         x_ptr=x,
         norm_ptr=x if norm is None else norm,
         w_ptr=weight,
+        scale_ptr=x if scales is None else scales,
         bias_ptr=x if bias is None else bias,
         y_ptr=y,
         in_features=in_features,
@@ -138,6 +147,7 @@ def few_rows_linear(
         OFFSET=offset,
         GATE=gate or "",
         HAS_NORM=norm is not None,
+        HAS_SCALE=scales is not None,
         HAS_BIAS=bias is not None,
         ADD=residual is not None,
         BLOCK_N=shape.block_n,
@@ -169,7 +179,13 @@ def launch_shape(out_features: int, in_features: int, gated: bool, one_by_one: b
 
 
 def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, gate: Gate | None, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    norm: Tensor | None,
+    gate: Gate | None,
+    residual: Tensor | None,
 ) -> tuple[int, int, int]:
     check_shape("x", x, None, None)
     check_dtype("x", x, *FLOATS)
@@ -177,21 +193,23 @@ def _check(
     if num_rows > MAX_ROWS:
         raise KernelArgumentError(f"x has shape {list(x.shape)}, expected at most {MAX_ROWS} rows")
     check_shape("weight", weight, None, in_features)
+    check_dtype("weight", weight, x.dtype if scales is None else torch.int8)
     if gate is not None and (gate not in GATES or weight.shape[0] % 2):
         raise KernelArgumentError(f"gate is {gate!r} for a weight of shape {list(weight.shape)}")
     out_features = weight.shape[0] // (2 if gate else 1)
+    wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("scales", scales, (weight.shape[0],)),
+        ("bias", bias, (weight.shape[0],)),
+        ("norm", norm, (in_features,)),
+        ("residual", residual, (num_rows, out_features)),
+    ]
     given = [("x", x), ("weight", weight)]
-    if bias is not None:
-        check_shape("bias", bias, weight.shape[0])
-        given.append(("bias", bias))
-    if norm is not None:
-        check_shape("norm", norm, in_features)
-        given.append(("norm", norm))
-    if residual is not None:
-        check_shape("residual", residual, num_rows, out_features)
-        given.append(("residual", residual))
+    for name, tensor, shape in wanted:
+        if tensor is not None:
+            check_shape(name, tensor, *shape)
+            check_dtype(name, tensor, torch.float32 if name == "scales" else x.dtype)
+            given.append((name, tensor))
     for name, tensor in given:
-        check_dtype(name, tensor, x.dtype)
         check_contiguous(name, tensor)
         check_device(name, tensor, x)
     return num_rows, in_features, out_features

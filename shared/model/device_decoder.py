@@ -63,7 +63,7 @@ class DeviceDecoder:
 
     Args:
         fuse: whether steps of a few rows run norms, gates and residuals within matrix products; None = where it pays.
-            Never with integers, nor with `exact`.
+            Never with integers of four bits, nor with `exact`.
         quant: how `weights` are kept.
         exact: multiply by kernels whose rows do not depend on how many there are: then no bit of a row does.
     """
@@ -89,7 +89,7 @@ class DeviceDecoder:
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, torch.float32).to(self.device)
         self._offset = 1.0 if family.norm_offset else 0.0
         self._gate: Gate = "gelu_tanh" if family.gelu else "silu"
-        can_fuse = not (family.post_norms or family.num_experts or quant.bits or exact)
+        can_fuse = not (family.post_norms or family.num_experts or quant.bits == 4 or exact)
         self._fused = can_fuse and (config.hidden_size <= FUSED_HIDDEN if fuse is None else fuse)
         # rounded as the checkpoint's own code rounds it
         scale = torch.tensor(config.hidden_size**0.5).to(self.dtype).item()
@@ -226,7 +226,15 @@ class DeviceDecoder:
     ) -> Tensor:
         eps, offset = self.config.rms_norm_eps, self._offset
         return few_rows_linear(
-            x, weight.data, weight.bias, norm=norm, eps=eps, offset=offset, gate=gate, residual=residual
+            x,
+            weight.data,
+            weight.bias,
+            scales=weight.scales,
+            norm=norm,
+            eps=eps,
+            offset=offset,
+            gate=gate,
+            residual=residual,
         )
 
 

@@ -200,13 +200,16 @@ def test_a_worker_on_a_gpu_draws_under_penalties_and_grammars(judge: tuple[Any, 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"exact": True}, {"quant": "int8", "kv_dtype": "int8"}, {"quant": "int4", "exact": True, "dtype": "bfloat16"}],
+    [
+        {"exact": True},
+        {"quant": "int8", "kv_dtype": "int8", "exact": True},
+        {"quant": "int4", "exact": True, "dtype": "bfloat16"},
+    ],
     ids=str,
 )
-def test_other_formats_run_alone_as_among_others(
+def test_exact_pools_run_alone_as_among_others(
     judge: tuple[Any, Path], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """Integer weights and exact pools alike: their products do not depend on how many rows there are."""
     core = open_worker_engine(options(judge[1], tmp_path, **changes), WorkerId("decode-gpu"))
     core.start()
     try:
