@@ -113,7 +113,8 @@ def few_rows_linear(
 
     Args:
         x: [num_rows, in_features] bfloat16, float16 or float32, contiguous.
-        weight: [out_features, in_features], or with `gate` [2 * out_features, in_features]; contiguous, x's dtype or int8.
+        weight: [out_features, in_features], or with `gate` [2 * out_features, in_features]; contiguous, of x's dtype
+            or int8.
         bias: as many as the weight has rows.
         scales: of an int8 weight, as many float32: what its rows are multiplied by.
         norm: [in_features]; x is first normalized as by `kernels.norm.triton_kernel.rms_norm` with `eps` and `offset`.
