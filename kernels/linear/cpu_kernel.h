@@ -134,28 +134,31 @@ static void NAME(finish)(const NAME(product) *p, long block, long row, int rows,
 
 /* ------------------------------------------------------------------------------------------------- rows, tiles, items */
 
-INLINE long NAME(tile_rows)(const baton_linear *linear) {
-    return linear->format == FORMAT_ELEMENTS ? TILE_ROWS : QUANTIZED_ROWS;
+/* Most rows of a tile. Few rows of integers are one, which reads the weights once; for many, narrow tiles are faster. */
+INLINE long NAME(tile_rows)(const NAME(product) *p) {
+    if (p->linear->format == FORMAT_ELEMENTS) return TILE_ROWS;
+    return p->rows <= QUANTIZED_ROWS ? QUANTIZED_ROWS : HELD_ROWS;
 }
 
-INLINE long NAME(panel_rows)(const baton_linear *linear) {
+INLINE long NAME(panel_rows)(const NAME(product) *p) {
+    const baton_linear *linear = p->linear;
     const long row = linear->in * (linear->format == FORMAT_ELEMENTS ? (long)sizeof(element) : 1);
-    const long tile = NAME(tile_rows)(linear);
+    const long tile = NAME(tile_rows)(p);
     return larger(1, smaller(PANEL_ROWS, PANEL_BYTES / larger(row, 1)) / tile) * tile;
 }
 
 /* The first row of tile `tile`, or the number of rows behind the last: tiles are full, but for the last two of a panel,
  * which are alike rather than a full one and a sliver. */
 static long NAME(tile_begin)(const NAME(product) *p, long tile) {
-    const long most = NAME(tile_rows)(p->linear), tiles = pieces(p->rows, most);
+    const long most = NAME(tile_rows)(p), tiles = pieces(p->rows, most);
     if (tile < tiles - 1) return tile * most;
     if (tile == tiles) return p->rows;
-    const int first_of_panel = tile % (NAME(panel_rows)(p->linear) / most) == 0;
+    const int first_of_panel = tile % (NAME(panel_rows)(p) / most) == 0;
     return first_of_panel ? tile * most : (tile - 1) * most + (p->rows - (tile - 1) * most + 1) / 2;
 }
 
 static long NAME(quantize_items)(const NAME(product) *p) {
-    return pieces(p->rows, NAME(tile_rows)(p->linear)) * pieces(p->linear->in, CHUNK);
+    return pieces(p->rows, NAME(tile_rows)(p)) * pieces(p->linear->in, CHUNK);
 }
 
 /* An item is a chunk of the inputs of a tile of rows. */
@@ -169,7 +172,7 @@ static void NAME(quantize_item)(const void *argument, long item, int thread) {
 }
 
 static long NAME(product_items)(const NAME(product) *p) {
-    return pieces(p->linear->out, BLOCK) * pieces(p->rows, NAME(panel_rows)(p->linear));
+    return pieces(p->linear->out, BLOCK) * pieces(p->rows, NAME(panel_rows)(p));
 }
 
 /* An item is a block of outputs for some rows: neighbouring items share the block, which then lies in the cache. */
@@ -177,7 +180,7 @@ static void NAME(product_item)(const void *argument, long item, int thread) {
     (void)thread;
     const NAME(product) *p = argument;
     const baton_linear *linear = p->linear;
-    const long most = NAME(tile_rows)(linear), panel = NAME(panel_rows)(linear), panels = pieces(p->rows, panel);
+    const long most = NAME(tile_rows)(p), panel = NAME(panel_rows)(p), panels = pieces(p->rows, panel);
     const long block = item / panels, first = item % panels * (panel / most);
     const long last = smaller(pieces(p->rows, most), first + panel / most);
     const element *w = (const element *)linear->weight + block * BLOCK * PACK * NAME(words)(linear->in);

@@ -17,8 +17,9 @@
 #include "native/model.h"
 #include "native/simd.h"
 
-/* With 32 registers a tile's sums stay in them, those of a group and those of all. */
-enum { BLOCK = 32, QUANTIZED_ROWS = LANE_REGISTERS >= 32 ? 6 : 2 };
+enum { BLOCK = 32 };
+/* Sums of a group stay in registers; those of all groups do where a tile has at most HELD_ROWS rows. */
+enum { QUANTIZED_ROWS = LANE_REGISTERS >= 32 ? 12 : 2, HELD_ROWS = LANE_REGISTERS >= 32 ? 6 : 2 };
 enum { PREFETCH_BYTES = 2048 };
 enum { CHUNK = 512 }; /* inputs of a tile that are quantized together: a multiple of every size of groups */
 /* What the largest magnitude of a group is at least taken for: the inverse of its scale would not be finite. */
@@ -186,37 +187,54 @@ INLINE void int8_tile(const int rows, const baton_linear *linear, quantized_rows
     const int8_t *v = x.values;
     const char *w = (const char *)linear->weight + block * BLOCK * 4 * groups * words;
     const float *scales = (const float *)linear->scales + block * BLOCK;
-    lanes total[QUANTIZED_ROWS][2];
-#pragma GCC unroll 8
-    for (int m = 0; m < rows; m++) total[m][0] = total[m][1] = zeros();
+    const int held = rows <= HELD_ROWS;
+    lanes total[HELD_ROWS][2];
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++)
+            if (held)
+                total[m][h] = zeros();
+            else
+                store(sums[m] + h * LANES, zeros());
     for (long g = 0; g < groups; g++) {
         const int32_t *corrections = (const int32_t *)x.sums + g * rows;
         const float *factors = x.scales + g * rows;
         words16 acc[QUANTIZED_ROWS][2];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = word(corrections + m);
         for (long k = 0; k < words; k++, w += BLOCK * 4, v += rows * 4) {
             ask(w + PREFETCH_BYTES);
             ask(w + PREFETCH_BYTES + 64);
             const words16 w0 = load_words(w), w1 = load_words(w + 64);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {
                 const words16 part = word(v + m * 4);
                 acc[m][0] = dot_u8s8(acc[m][0], w0, part);
                 acc[m][1] = dot_u8s8(acc[m][1], w1, part);
             }
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int m = 0; m < rows; m++)
 #pragma GCC unroll 2
-            for (int h = 0; h < 2; h++)
-                total[m][h] = fused(to_floats(acc[m][h]), fill(factors[m]), total[m][h]);
+            for (int h = 0; h < 2; h++) {
+                const lanes before = held ? total[m][h] : load(sums[m] + h * LANES);
+                const lanes after = fused(to_floats(acc[m][h]), fill(factors[m]), before);
+                if (held)
+                    total[m][h] = after;
+                else
+                    store(sums[m] + h * LANES, after);
+            }
+        /* else gcc takes all of the sums into registers that are not there */
+        if (!held) __asm__ volatile("" ::: "memory");
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int m = 0; m < rows; m++)
 #pragma GCC unroll 2
-        for (int h = 0; h < 2; h++)
-            store(sums[m] + h * LANES, mul(total[m][h], load(scales + h * LANES)));
+        for (int h = 0; h < 2; h++) {
+            const lanes sum = held ? total[m][h] : load(sums[m] + h * LANES);
+            store(sums[m] + h * LANES, mul(sum, load(scales + h * LANES)));
+        }
 }
 
 INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows x, long block,
@@ -229,7 +247,7 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
     const lane_mask whole = first_lanes(LANES);
     for (long g = 0; g < groups; g++, scales += 2 * BLOCK) {
         words16 acc[QUANTIZED_ROWS][2];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = zero_words();
         for (long k = 0; k < words; k += 2, w += BLOCK * 4, v += rows * 8) {
             ask(w + PREFETCH_BYTES);
@@ -238,7 +256,7 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
             const words16 low0 = and_words(w0, lower_nibbles), low1 = and_words(w1, lower_nibbles);
             const words16 high0 = and_words(shift_right(w0, 4), lower_nibbles);
             const words16 high1 = and_words(shift_right(w1, 4), lower_nibbles);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {
                 const words16 low = word(v + m * 4), high = word(v + (rows + m) * 4);
                 acc[m][0] = dot_u7s8(dot_u7s8(acc[m][0], low0, low), high0, high);
@@ -252,7 +270,7 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
         for (int h = 0; h < 2; h++) {
             const lanes scale = load_float16(scales + h * LANES, whole);
             const lanes minimum = load_float16(scales + BLOCK + h * LANES, whole);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {
                 lanes sum = g ? load(sums[m] + h * LANES) : zeros();
                 sum = fused(minimum, fill(totals[m]), sum);
@@ -269,10 +287,11 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
             else int4_tile(ROWS_OF(n, QUANTIZED_ROWS), linear, x, block, sums); \
             break;
 
-static void quantized_tile(int rows, const baton_linear *linear, quantized_rows x, long block,
+INLINE void quantized_tile(int rows, const baton_linear *linear, quantized_rows x, long block,
                            float sums[QUANTIZED_ROWS][BLOCK]) {
     switch (rows) {
         TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
+        TILE_OF(7) TILE_OF(8) TILE_OF(9) TILE_OF(10) TILE_OF(11) TILE_OF(12)
     }
 }
 #undef TILE_OF
