@@ -9,6 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from shared.version import VERSION
+
 COMMANDS = {
     "up": ("services.cli.up", "main", "start a stack: servers, services, workers"),
     "down": ("services.cli.down", "main", "stop it"),
@@ -60,9 +62,12 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def refuse(argv: Sequence[str]) -> int:
-    """Answer what is no command: help when asked for (0), else help as an error (2)."""
+    """Answer what is no command: help or the version when asked for (0), else help as an error (2)."""
     if argv and argv[0] in ("-h", "--help", "help"):
         print(USAGE)
+        return 0
+    if argv and argv[0] in ("-V", "--version", "version"):
+        print(f"baton {VERSION}")
         return 0
     if argv:
         import difflib  # here alone: commands start as fast as they can

@@ -27,6 +27,7 @@ from shared.contracts.messages import (
     Admit,
     Authenticate,
     GatewayBeat,
+    Granted,
     Identity,
     PolicyEvent,
     Refusal,
@@ -154,6 +155,22 @@ class GatewayService:
                 await self._ask_identity(key_hash)
             told = quotas.headers(*whose, self._clock(), math.inf)
         return told or {}
+
+    async def count(self, identity: Identity, key_hash: bytes, model: str) -> None:
+        """One more of the requests a minute of who asks for what is no generation; nothing where there is no limit.
+
+        Raises QuotaExceeded, or Unavailable when policy does not answer.
+        """
+        if identity.limits.requests_per_minute:
+            admit = Admit(
+                request_id=new_request_id(),
+                key_hash=key_hash,
+                model=model,
+                num_prompt_tokens=1,
+                max_tokens=1,
+                counts_only=True,
+            )
+            await self.ingress.ask_policy(subjects.POLICY_ADMIT, admit, Granted | Refusal)
 
     async def open(
         self,

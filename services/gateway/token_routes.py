@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +13,7 @@ from services.gateway.auth import key_hash
 from services.gateway.body import read_body
 from services.gateway.service import GatewayService
 from shared.contracts.errors import InvalidInput
+from shared.contracts.messages import Identity
 from shared.ingress.messages_request import named_here, parse_count
 from shared.ingress.openai_schema import GenerationRequest
 from shared.ingress.parse import json_object, parse_as, parse_chat, parse_completion
@@ -44,6 +45,11 @@ class EmbeddingsBody(_Strict):
     user: str | None = None
 
 
+class _Asker(NamedTuple):
+    identity: Identity
+    key_hash: bytes
+
+
 class TokenRoutes:
     """Handlers of `/tokenize`, `/v1/messages/count_tokens`, `/detokenize`, `/version` and `/v1/embeddings`."""
 
@@ -60,17 +66,17 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """`prompt` (text) or `messages` of a `model`, as a completion or a chat would be tokenized."""
-        body, allowed = await self._body(request)
+        body, asker = await self._body(request)
         parsed = await self._service.models.parse(parse_tokenize, body)
-        model = self._service.models.get(parsed.model, allowed)
+        model = await self._counted(asker, parsed.model)
         (tokens,) = await model.codec.encode(parsed)
         return json_response({"count": len(tokens), "max_model_len": model.context, "tokens": tokens})
 
     async def count(self, request: Request) -> Response:
         """Tokens of the prompt that `POST /v1/messages` would make."""
-        body, allowed = await self._body(request)
+        body, asker = await self._body(request)
         parsed = await self._service.models.parse(parse_count, body)
-        model = self._service.models.get(parsed.model, allowed)
+        model = await self._counted(asker, parsed.model)
         try:
             (tokens,) = await model.codec.encode(parsed)
         except InvalidInput as error:
@@ -79,17 +85,17 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of `tokens`, special ones left out, as it would stand in an answer."""
-        body, allowed = await self._body(request)
+        body, asker = await self._body(request)
         parsed: DetokenizeBody = parse_as(DetokenizeBody, body)
-        model = self._service.models.get(parsed.model, allowed)
+        model = await self._counted(asker, parsed.model)
         if not all(0 <= token_id < model.vocab_size for token_id in parsed.tokens):
             raise InvalidInput(f"tokens: must be 0 or more, and below {model.vocab_size}", param="tokens")
         return json_response({"prompt": await model.codec.decode(parsed.tokens)})
 
     async def embeddings(self, request: Request) -> Response:
         """Refused, once key and model are known."""
-        body, allowed = await self._body(request)
-        self._service.models.get(parse_as(EmbeddingsBody, body).model, allowed)
+        body, asker = await self._body(request)
+        self._service.models.get(parse_as(EmbeddingsBody, body).model, asker.identity.models)
         raise InvalidInput(f"model: {EMBEDDINGS}", param="model", code="unsupported_model")
 
     async def version(self, request: Request) -> Response:
@@ -107,13 +113,20 @@ class TokenRoutes:
             **self._service.cluster.made_of(model.pool),
         }
 
-    async def _body(self, request: Request) -> tuple[bytes, tuple[str, ...]]:
-        """The body of a request with a key, and the models it may use."""
-        identity = await self._service.authenticate(key_hash(request.headers))
+    async def _counted(self, asker: _Asker, name: str) -> ServedModel:
+        """The model, which the key may use, once the request is counted among those a minute."""
+        model = self._service.models.get(name, asker.identity.models)
+        await self._service.count(asker.identity, asker.key_hash, model.name)
+        return model
+
+    async def _body(self, request: Request) -> tuple[bytes, _Asker]:
+        """The body of a request with a key, and whose key that is."""
+        hashed = key_hash(request.headers)
+        asker = _Asker(await self._service.authenticate(hashed), hashed)
         config = self._service.config
         length = request.headers.get("content-length")
         body = await read_body(request.stream(), length, config.max_body_bytes, config.body_timeout_s)
-        return body, identity.models
+        return body, asker
 
 
 def parse_tokenize(body: bytes) -> GenerationRequest:

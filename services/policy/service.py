@@ -40,6 +40,8 @@ MAX_AT_ONCE = 64
 SLOT_LOOKS_S = (0.02, 0.06, 0.14, 0.28)
 """Pauses between looks for a free place among a tenant's requests at once: half a second altogether. A client that asks
 again as soon as its answer is complete is ahead of that one's settlement."""
+COUNTED_US = 10_000_000
+"""A request that is only counted is let go of at once, and after so long where that failed."""
 MAX_WAITING = 512
 """Questions that wait for a place at the same time; others are answered at once."""
 
@@ -195,6 +197,8 @@ class PolicyService:
 
     async def _decide(self, ask: m.Admit, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:
         _in_time(delivery)
+        if ask.counts_only:
+            return await self._count(ask, span)
         owner = self._owners.known(ask.key_hash)
         if owner is not None and (answer := await self._decide_as(owner, ask, delivery, span, again=True)) is not None:
             return answer
@@ -239,6 +243,24 @@ class PolicyService:
             await self._accounts.release(tenant.id, limits, reservation)
             raise
         granted = self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, terms), span)
+        return msgspec.structs.replace(granted, quota=used)
+
+    async def _count(self, ask: m.Admit, span: Span) -> m.Granted | m.Refusal:
+        """Take one of the requests a minute, and none of the places of requests that run."""
+        owner = await self._owners.read(ask.key_hash)
+        tenant, asker = owner.tenant, _asker(owner.key)
+        limits = effective_limits(tenant.limits, self._defaults.limits)
+        klass = admission.check(ask, tenant, limits)
+        span.set_attribute(attr.TENANT, tenant.id)
+        no_place, reservation = msgspec.structs.replace(limits, max_parallel=0), str(ask.request_id)
+        verdict, now_s, _ = await self._accounts.reserve(tenant.id, no_place, reservation, 0, COUNTED_US)
+        if verdict.reason == quota.OK:
+            await self._accounts.release(tenant.id, limits, reservation)
+        used = await self._accounts.used(tenant.id, limits, asker=asker)
+        if verdict.reason != quota.OK:
+            error, never = admission.refusal(verdict, limits, asker)
+            return msgspec.structs.replace(_refused(span, error, never), quota=used)
+        granted = self._granted(admission.make_grant(ask, tenant, limits, klass, now_s, self._defaults.terms), span)
         return msgspec.structs.replace(granted, quota=used)
 
     async def _decide_for_tenant(self, ask: m.AdmitTenant, delivery: Delivery, span: Span) -> m.Granted | m.Refusal:

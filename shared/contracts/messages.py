@@ -89,6 +89,7 @@ class Admit(Message, frozen=True, kw_only=True):
     choices: int = 1
     klass: str = ""  # asked class; policy decides
     ingress_id: IngressId = IngressId("")  # who holds the request: its reservation goes when this ingress is lost
+    counts_only: bool = False  # no generation: it is one of the requests a minute, holds nothing and is not settled
 
 
 class AdmitTenant(Message, frozen=True, kw_only=True):

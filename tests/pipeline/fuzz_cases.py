@@ -235,6 +235,7 @@ def _swap(rng: Random, body: Any, spot: Spot) -> None:
     spot[0][spot[1]] = deepcopy(other[0][other[1]])
 
 
+MAX_CHARS = 1_000_000
 MAX_REPEATED_CHARS = 100_000
 
 
@@ -259,11 +260,29 @@ MUTATIONS: tuple[Callable[[Random, Any, Spot], None], ...] = (
 
 
 def _mutated(rng: Random, body: dict[str, Any]) -> dict[str, Any]:
-    body = deepcopy(body)
     for _ in range(rng.choice((0, 0, 0, 1, 1, 1, 1, 2, 2, 5))):
-        if spots := _spots(body):
-            rng.choice(MUTATIONS)(rng, body, rng.choice(spots))
+        changed = deepcopy(body)
+        if spots := _spots(changed):
+            rng.choice(MUTATIONS)(rng, changed, rng.choice(spots))
+        if not _fits(changed):
+            break
+        body = changed
     return body
+
+
+def _fits(value: Any) -> bool:
+    """Whether it is small enough to be changed further: what was repeated and then grows does so everywhere."""
+    left, waiting = MAX_CHARS, [value]
+    while waiting and left > 0:
+        item = waiting.pop()
+        if isinstance(item, Raw | str):
+            left -= len(item.text if isinstance(item, Raw) else item)
+        elif isinstance(item, dict):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list):
+            waiting += item
+        left -= 1
+    return left > 0
 
 
 def dumped(rng: Random, value: Any) -> str:

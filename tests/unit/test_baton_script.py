@@ -18,6 +18,7 @@ from services.cli.__main__ import COMMANDS, main
 from services.cli.check import checks, compose_binary, pytest_command
 from services.cli.environment import SetupError, Wish, ensure, explain, offline, satisfied, wishes
 from shared.settings.load import ROOT
+from shared.version import VERSION
 from tests.skip_policy import allowed_reasons, is_allowed
 
 
@@ -164,6 +165,13 @@ def test_the_script_helps_without_an_environment(tmp_path: Path) -> None:
         assert done.returncode == code
         assert "up " in done.stdout + done.stderr
         assert all(name in done.stdout + done.stderr for name in COMMANDS)
+
+
+def test_the_script_tells_its_version_without_an_environment(tmp_path: Path) -> None:
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    for asked in ("--version", "-V", "version"):
+        done = subprocess.run([sys.executable, ROOT / "baton", asked], env=env, capture_output=True, check=True)
+        assert done.stdout.decode() == f"baton {VERSION}\n"
 
 
 def test_a_second_start_is_quick(root: Path, steps: list[str]) -> None:
