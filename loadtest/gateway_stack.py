@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from loadtest.gateway_notes import TIMES_VARIABLE
-from services.cli.servers import free_port, nats_binary
+from services.cli.servers import NATS_CORES, free_port, nats_binary, nats_cores
 from shared.contracts.errors import Unavailable
 from shared.lifecycle.ready import READY_VARIABLE, read_ready
 from shared.settings.load import ROOT
@@ -76,7 +76,7 @@ def gateway_stack(count: int, settings: Mapping[str, str], *, timed: bool = Fals
         config = folder / "nats.conf"
         config.write_text(NATS_CONFIG)
         command = [str(nats_binary()), "-c", str(config), "-a", "127.0.0.1", "-p", "-1", "-sd", str(folder / "nats")]
-        nats = _start(stack, [*command, "--ports_file_dir", str(folder)], {}, folder / "nats.log")
+        nats = _start(stack, [*command, "--ports_file_dir", str(folder)], _nats_env(), folder / "nats.log")
         ports = folder / f"nats-server_{nats.pid}.ports"
         url = _until("nats-server", nats, folder / "nats.log", lambda: _nats_url(ports))
         port = free_port()
@@ -101,6 +101,11 @@ def gateway_stack(count: int, settings: Mapping[str, str], *, timed: bool = Fals
         if timed:
             inner.close()
             running.notes = json.loads(times.read_text(encoding="utf-8"))
+
+
+def _nats_env() -> dict[str, str]:
+    """As `./baton up` starts it."""
+    return {NATS_CORES: os.environ.get(NATS_CORES) or str(nats_cores(len(os.sched_getaffinity(0))))}
 
 
 def _start(stack: ExitStack, command: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
