@@ -45,7 +45,7 @@ class ResponseStore:
         """What it was made from; None while that is not kept."""
         parts: list[bytes] = []
         while True:
-            ask = r.ResponseFind(key_hash=key_hash, request_id=request_id, known_input=len(parts), last_parts=True)
+            ask = r.ResponseFind(key_hash=key_hash, request_id=request_id, known_parts=-1, known_input=len(parts))
             found = await self._find(ask)
             parts += found.input
             if len(parts) >= found.num_input or not found.input:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.policy.idempotency import MAX_PART_BYTES, PARTS_AT_ONCE, IdempotencyRecords
 from shared.contracts import idempotency_messages as i
@@ -21,10 +20,11 @@ MAX_RESPONSES_BYTES = 512 * 1024 * 1024
 RUNNING_S = 86400
 _ANY_BYTES = 2**53
 STORAGE_LIMIT = "storage_limit_exceeded"
-_FIELDS = ("id", "owner", "state", "run", "completion_tokens", "cancel")
 
 _LUA = Path(__file__).with_name("lua")
-_INPUT, _DELETE, _CANCEL = ((_LUA / f"response_{name}.lua").read_text() for name in ("input", "delete", "cancel"))
+_INPUT, _FIND, _DELETE, _CANCEL = (
+    (_LUA / f"response_{name}.lua").read_text() for name in ("input", "find", "delete", "cancel")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +84,32 @@ class ResponseRecords(IdempotencyRecords):
 
     async def find(self, tenant: TenantId, ask: r.ResponseFind) -> tuple[r.ResponseFound, IngressId]:
         """What there is, and who runs it or did last. Raises NotFound."""
-        record, parts, _, _, given = self._keys(tenant, ask.request_id)
-        heads = [("HMGET", record, *_FIELDS), ("LLEN", parts), ("LLEN", given)]
-        (made, owner, state, run, tokens, cancel), num_parts, num_input = await self._redis.transaction(heads)
-        if made is None or made.decode() != ask.request_id:
+        arguments: list[str | bytes | int] = [
+            ask.request_id,
+            ask.known_run,
+            ask.known_parts,
+            PARTS_AT_ONCE,
+            int(ask.last_parts),
+            ask.known_input,
+        ]
+        reply = await self._redis.script(_FIND, self._keys(tenant, ask.request_id), arguments)
+        if reply is None:
             raise no_such_response(ask.request_id)
-        first = ask.known_parts if ask.known_run == int(run) else 0
-        if ask.last_parts:
-            first = max(0, num_parts - PARTS_AT_ONCE)
-        place = f"idempotency:{ask.request_id}:{int(run)}"
+        owner, state, run, tokens, cancel, num_parts, num_input, first, parts, given = reply
+        request_id, unseal = ask.request_id, self._sealer.unseal
+        place = f"idempotency:{request_id}:{int(run)}"
         found = r.ResponseFound(
             outcome=state.decode(),
             run=int(run),
             num_parts=num_parts,
             num_input=num_input,
-            parts=await self._opened(tenant, parts, first, lambda number: f"{place}:{number}"),
-            input=()
-            if ask.known_input < 0
-            else await self._opened(tenant, given, ask.known_input, lambda n: _input_place(ask.request_id, n)),
-            completion_tokens=int(tokens or 0),
-            cancelled=cancel is not None,
+            parts=tuple(unseal(tenant, f"{place}:{number}", part) for number, part in enumerate(parts, first)),
+            input=tuple(
+                unseal(tenant, _input_place(request_id, number), part)
+                for number, part in enumerate(given, ask.known_input)
+            ),
+            completion_tokens=int(tokens),
+            cancelled=bool(cancel),
         )
         return found, IngressId(owner.decode())
 
@@ -139,10 +145,6 @@ class ResponseRecords(IdempotencyRecords):
     async def _change(self, script: str, tenant: TenantId, request_id: RequestId) -> None:
         if not await self._redis.script(script, self._keys(tenant, request_id), [request_id]):
             raise no_such_response(request_id)
-
-    async def _opened(self, tenant: TenantId, key: str, first: int, place: Any) -> tuple[bytes, ...]:
-        sealed = await self._redis.execute("LRANGE", key, first, first + PARTS_AT_ONCE - 1)
-        return tuple(self._sealer.unseal(tenant, place(number), part) for number, part in enumerate(sealed, first))
 
 
 def no_such_response(request_id: RequestId) -> NotFound:

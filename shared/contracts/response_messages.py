@@ -29,7 +29,7 @@ class ResponseFind(Message, frozen=True, kw_only=True):
     key_hash: bytes  # SHA-256 of the API key
     request_id: RequestId
     known_run: int = 0
-    known_parts: int = 0  # of that run's answer
+    known_parts: int = 0  # of that run's answer; -1: none are asked for
     last_parts: bool = False  # the answer's last parts instead of those after the known ones
     known_input: int = -1  # parts of its input; -1: none is asked for
 

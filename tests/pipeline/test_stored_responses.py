@@ -12,8 +12,9 @@ import httpx
 import openai
 import pytest
 
+from services.gateway import stored as stored_module
 from services.gateway.stored_run import EVENTS_A_RUN
-from shared.contracts.errors import Unavailable
+from shared.contracts.errors import QuotaExceeded, Unavailable
 from shared.store.redis_store import RedisStore, connect_redis
 from tests.pipeline.gateway_support import MODEL, default_output
 from tests.pipeline.keyed_support import Gateway, World, keyed_world, until
@@ -41,9 +42,9 @@ def has_status(ai: openai.AsyncOpenAI, response_id: str, *wanted: str) -> Callab
     return look
 
 
-async def gone_on(world: World, ai: openai.AsyncOpenAI, response_id: str) -> None:
+async def gone_on(world: World, ai: openai.AsyncOpenAI, response_id: str, status: str = "completed") -> None:
     """As policy's clockwork does, until the response has ended."""
-    ended = has_status(ai, response_id, "completed")
+    ended = has_status(ai, response_id, status)
 
     async def look() -> bool:
         await world.desk.ask_quiet()
@@ -319,6 +320,54 @@ async def collect(stream: Any) -> list[Any]:
     return [event async for event in stream]
 
 
+async def test_what_is_refused_is_told_at_once_and_leaves_nothing(redis: RedisStore) -> None:
+    async with keyed_world(redis) as world, ai_of(world) as ai:
+        world.backend.policy_refuses = QuotaExceeded("too many", retry_after_s=3)
+        for fields in ({"store": True}, {"background": True}, {"background": True, "stream": True}):
+            with pytest.raises(openai.RateLimitError):
+                await ai.responses.create(model=MODEL, input="hi", **fields)
+        with pytest.raises(openai.BadRequestError, match="context"):
+            await ai.responses.create(model=MODEL, input="x" * 600, background=True)
+        assert await texts(redis, world) == 0
+        assert await world.responses.in_background() == []
+
+
+async def test_what_cannot_be_stored_at_its_end_is_stored_later(redis: RedisStore) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold) as world, ai_of(world) as ai:
+        stored, failing = world.responses.keep_input, True
+
+        async def keep_input(news: Any) -> Any:
+            if failing:
+                raise Unavailable("Redis is away")
+            return await stored(news)
+
+        world.responses.keep_input = keep_input  # type: ignore[method-assign]
+        hold.set()
+        made = await ai.responses.create(model=MODEL, input="hi", store=True)
+        assert made.output_text == TEXT
+        with pytest.raises(openai.NotFoundError):
+            await ai.responses.retrieve(made.id)
+        failing = False
+
+        async def is_there() -> bool:
+            return (await get(world.gateways[1], made.id)).status_code == 200
+
+        await until(is_there)
+        await world.settled(1)
+
+
+async def test_one_that_was_begun_too_often_has_failed(redis: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_module, "MAX_RUNS", 1)
+    async with keyed_world(redis, hold=asyncio.Event()) as world, ai_of(world) as ai, ai_of(world, 1) as other:
+        made = await ai.responses.create(model=MODEL, input="hi", background=True)
+        await world.backend.sent()
+        await world.gateways[0].service.drain()
+        await gone_on(world, other, made.id, "failed")
+        failed = await other.responses.retrieve(made.id)
+        assert (failed.status, failed.output) == ("failed", [])
+
+
 # ---------------------------------------------------------------------------------------------- when gateways go
 
 
@@ -347,6 +396,29 @@ async def test_what_a_dead_gateway_ran_is_gone_on_with(redis: RedisStore, stream
             assert (lost.status_code, lost.json()["error"]["param"]) == (409, "starting_after")
         (settle,) = await world.settled(1)
         assert settle.attempt.epoch == two.attempt.epoch
+        asked.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_keyed_one_whose_gateway_died_is_the_same_response_at_the_next(redis: RedisStore, stream: bool) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold) as world, ai_of(world, 1) as ai:
+        first, second = world.gateways
+        body = {"model": MODEL, "input": "hi", "store": True, "stream": stream}
+        asked = asyncio.create_task(first.post("responses", body, "k"))
+        await world.backend.sent()
+        await world.desk.ask_quiet()
+        await first.kill()
+        hold.set()
+        answer = await second.post("responses", body, "k")
+        if stream and "error" in events(answer)[-1]:  # it had read from the run that died
+            answer = await second.post("responses", body, "k")
+        found = events(answer)[-1]["response"] if stream else answer.json()
+        assert (found["status"], found["output"][0]["content"][0]["text"]) == ("completed", TEXT)
+        assert (await ai.responses.retrieve(found["id"])).to_dict(exclude_unset=True) == found
+        assert (await second.post("responses", body, "k")).content == answer.content
+        (settle,) = await world.settled(1)
+        assert settle.attempt.epoch == world.backend.submits[-1].attempt.epoch
         asked.cancel()
 
 
