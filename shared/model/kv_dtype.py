@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.contracts.errors import SettingsError
-from shared.kv.layout import INT8, KV_SETTINGS
+from shared.kv.layout import FP8, INT8, KV_SETTINGS
 from shared.model.decoder import Model
 
 AUTO = "auto"
@@ -26,7 +26,7 @@ def kv_dtype_of(wanted: str, model: Model) -> str:
     computed = str(model.dtype).removeprefix("torch.")
     if wanted in (AUTO, computed):
         return computed
-    if wanted == "fp8":
+    if wanted in ("fp8", FP8):
         raise SettingsError("kv.dtype 'fp8' needs a GPU, and a CPU computes here", param=_PARAM)
     if wanted != INT8:
         raise SettingsError(

@@ -1,10 +1,11 @@
-"""A GPU worker's engine as it is opened, in Triton's interpreter: everything of it but the card."""
+"""A GPU worker's engine as it is opened, and a pull, in Triton's interpreter: everything of them but the card."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,11 +14,15 @@ from torch import Tensor
 from kernels.testing import INTERPRETED
 
 # isort: split
+from shared.contracts.attempt import Attempt
 from shared.contracts.errors import SettingsError
-from shared.contracts.ids import WorkerId
+from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, Incarnation, RequestId, WorkerId
+from shared.contracts.parts import BlockRef
 from shared.engine import device_sizing, device_worker
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
-from shared.kv import device_pool
+from shared.kv import device_pool, device_transfer
+from shared.kv.handoff_sink import Pull, PullItem
+from shared.kv.layout import LayerGroup, PoolLayout
 from shared.model.device_decoder import DeviceDecoder
 from tests.gpu.test_gpu_worker import WAIT_S, complete
 from tests.tiny_models import make_tiny_model
@@ -33,14 +38,18 @@ GIB = 1 << 30
 class Memory:
     """A device's memory, on the host."""
 
+    made: ClassVar[dict[bytes, Memory]] = {}
+
     def __init__(self, size: int, device: torch.device) -> None:
         self._bytes = torch.zeros(size, dtype=torch.uint8)
+        self._handle = len(self.made).to_bytes(64, "big")
+        self.made[self._handle] = self
 
     def tensor(self) -> Tensor:
         return self._bytes
 
     def handle(self) -> bytes:
-        return b"h" * 64
+        return self._handle
 
     def close(self) -> None: ...
 
@@ -55,6 +64,8 @@ class TorchWithACard:
         get_device_name=lambda device: "Some Card",
         empty_cache=lambda: None,
         synchronize=lambda device=None: None,
+        Stream=lambda device: None,
+        stream=lambda stream: contextlib.nullcontext(),
     )
 
     def device(self, *_: object) -> torch.device:
@@ -68,6 +79,9 @@ class TorchWithACard:
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.dispatch.choose_device", lambda setting: ("cuda", ""))
     monkeypatch.setattr(device_worker, "torch", TorchWithACard())
+    monkeypatch.setattr(device_transfer, "torch", TorchWithACard())
+    monkeypatch.setattr(device_transfer, "map_peer", lambda handle, size, device: Memory.made[handle])
+    monkeypatch.setattr(device_transfer, "device_uuid", lambda device: "GPU-1")
     for module in (device_worker, device_sizing):
         monkeypatch.setattr(module, "free_bytes", lambda device: 8 * GIB)
     monkeypatch.setattr(device_worker, "measure_steps", lambda *_: 0)
@@ -140,3 +154,41 @@ def test_what_a_card_cannot_do_is_told(
         opened(folder, tmp_path, **changes)
     assert error.value.param == param
     assert not list(tmp_path.glob("*.kvpool"))
+
+
+@pytest.mark.usefixtures("card")
+def test_a_pull_is_digested_where_it_arrives(tmp_path: Path) -> None:
+    """8-bit values and their scales, a tail, a wrong digest, a block that is not there, a pool that is gone."""
+    group = LayerGroup("full", (0, 1), num_kv_heads=2, head_dim=64, block_size=16, dtype="int8")
+    attempt, cpu = Attempt(RequestId("r-1"), Epoch(1), Dispatch(1)), torch.device("cpu")
+    peer = device_pool.create_device_pool(tmp_path, WorkerId("prefill-1"), PoolLayout((group,), (6,)), cpu)
+    own = device_pool.create_device_pool(tmp_path, WorkerId("decode-1"), PoolLayout((group,), (4,)), cpu)
+    transport = device_transfer.DeviceTransport(tmp_path, (group,), own, cpu)
+    peer.bytes.random_(1, 256, generator=torch.Generator().manual_seed(0))
+    view = peer.views()[0]
+    assert view.scales is not None
+    view.values[4, ..., 5:, :] = 0
+    view.scales[4, ..., 5:] = 0
+    whole, tail = peer.digests(attempt, [(0, 3, 7, 0), (0, 4, 7, 1)])
+    view.scales[4, ..., 5:] = 1.0  # nobody's
+
+    def pull(*blocks: tuple[int, bytes, int]) -> device_transfer.PullResult:
+        items = tuple(
+            PullItem(0, position, BlockRef(block, BlockGeneration(7), digest), valid)
+            for position, (block, digest, valid) in enumerate(blocks)
+        )
+        wanted = Pull(1, attempt, WorkerId("prefill-1"), Incarnation(1), "prefill-1.kvpool", items)
+        return transport.pull(wanted, [[2, 1]], ())
+
+    result = pull((3, whole, 16), (4, tail, 5))
+    assert (result.error, result.bad, result.num_bytes) == ("", (), 2 * group.span_bytes)
+    assert bytes(own.span(0, 2)) == bytes(peer.span(0, 3))
+    assert pull((3, whole, 16), (4, whole, 5)).bad == ((0, 1),)
+    assert pull((6, whole, 16), (4, tail, 5)).bad == ((0, 0),)
+    view.scales[3, 0, 0, 0, 0] = -1.0
+    assert pull((3, whole, 16)).bad == ((0, 0),)
+    peer.close()
+    transport.drop_dead()
+    assert "cannot be opened" in pull((3, whole, 16)).error
+    transport.close()
+    own.close()
