@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import ipaddress
 import secrets
 import ssl
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -18,6 +21,7 @@ from cryptography.x509.oid import NameOID
 from services.gateway.edge import NO_EDGE, Edge, make_edge
 from services.gateway.guesses import GUESSES
 from shared.contracts.errors import SettingsError
+from shared.settings.load import ROOT
 from shared.settings.sections import Settings
 from tests.pipeline.gateway_support import HEADERS, chat, gateway_stack, http_stack
 
@@ -49,6 +53,27 @@ def pair(tmp_path: Path) -> tuple[str, str]:
         key.private_bytes(serialization.Encoding.PEM, form, encryption_algorithm=serialization.NoEncryption())
     )
     return str(paths[0]), str(paths[1])
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_containers_health_check_sees_whether_it_is_ready(pair: tuple[str, str], tls: bool) -> None:
+    command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["gateway"]["healthcheck"]["test"]
+    edge = Edge(*pair) if tls else NO_EDGE
+    async with http_stack(edge=edge) as (stack, url):
+        code = command[-1].replace("127.0.0.1:8080", url.removeprefix("http://"))
+        assert code != command[-1]
+
+        async def healthy() -> bool:
+            done = await asyncio.create_subprocess_exec(
+                sys.executable, "-IS", "-c", code, stderr=asyncio.subprocess.PIPE
+            )
+            await done.communicate()
+            return done.returncode == 0
+
+        assert await healthy()
+        stack.service.checks = lambda: {"scheduler": False}  # type: ignore[method-assign]
+        assert not await healthy()
+    assert not await healthy()
 
 
 async def test_with_a_certificate_it_speaks_tls_and_nothing_else(pair: tuple[str, str]) -> None:
