@@ -166,16 +166,21 @@ class DeviceCompute:
         }
         return self.model.forward(self._step(parts), self.drawn.tokens, self.groups, self.pools, plans)
 
-    def draw(self, logits: Tensor) -> None:
-        """Launch the draws of the step just launched, into `drawn` and `top`. They can be captured too."""
-        num_logits = logits.shape[0]
-        if not num_logits:
+    def draw(self, logits: Tensor, wanted: int | None = None) -> None:
+        """Launch the draws of the step just launched, into `drawn` and `top`. They can be captured too.
+
+        Args:
+            wanted: rows of logits that are not padding; None: whatever they are, all are drawn from.
+        """
+        rows = logits.shape[0] if wanted is None else wanted
+        if not rows:
             return
         # where these parts lie follows from the number of logits alone
-        parts = parts_of(StepShape(0, 0, num_logits, len(self.groups), 0))
-        drawn, part = self.drawn.first(num_logits), {name: self._part(parts[name]) for name in _DRAWN_BY}
+        parts = parts_of(StepShape(0, 0, logits.shape[0], len(self.groups), 0))
+        part = {name: self._part(parts[name])[:rows] for name in _DRAWN_BY}
+        logits, drawn = logits[:rows], self.drawn.first(rows)
         sample(logits, self._rows(part), drawn)
-        top_logprobs(logits, drawn.log_sums, MAX_TOP, part["top"], self.top.first(num_logits))
+        top_logprobs(logits, drawn.log_sums, MAX_TOP, part["top"], self.top.first(rows))
 
     def _rows(self, part: dict[str, Tensor]) -> SamplingRows:
         state = self.sampling

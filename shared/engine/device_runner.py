@@ -156,7 +156,7 @@ class DeviceRunner:
                 return partial(graphs.draw, shape.num_seqs)
         logits = compute.decode(shape.num_seqs) if shape.max_blocks else compute.mixed(plan, shape)
         self._record(plan, logits)
-        return partial(compute.draw, logits)
+        return partial(compute.draw, logits, sum(row.num_logits for row in plan.sequences))
 
     def _read(self, plan: StepPlan, slot: _Slot, mark: Mark, start: float, stuck: frozenset[int]) -> StepOutput:
         """Wait for a step and read its tokens."""
