@@ -78,10 +78,20 @@ class NativeSampler:
         addresses = [array.ctypes.data for array in arrays]
         struct = LogprobsStruct(logits.data_ptr(), *addresses, len(wanted), num_rows, vocab, most)
         self._team.call_plain("baton_logprobs_of", ctypes.byref(struct))
-        return [
-            (own, [pair for pair in zip(line[:top], best, strict=False) if pair[0] >= 0])
-            for (own, *best), line, top in zip(values.tolist(), ids.tolist(), tops.tolist(), strict=True)
-        ]
+        told: list[RowLogprobs] = []
+        for (own, *best), line, top, row in zip(
+            values.tolist(), ids.tolist(), tops.tolist(), rows.tolist(), strict=True
+        ):
+            pairs = [pair for pair in zip(line[:top], best, strict=False) if pair[0] >= 0]
+            told.append((own, pairs + _impossible(logits[row], top - len(pairs))))
+        return told
+
+
+def _impossible(row: Tensor, count: int) -> list[tuple[int, float]]:
+    """The first `count` tokens that cannot be, which the library does not list; of them a row has at least so many."""
+    if count == 0:
+        return []
+    return [(token_id, -math.inf) for token_id in np.flatnonzero(np.isneginf(row.numpy()))[:count].tolist()]
 
 
 def _check(logits: Tensor) -> None:

@@ -235,10 +235,18 @@ def test_logprobs_are_those_of_the_reference(sampler: NativeSampler, vocab: int,
         wanted = [(1, 0, top), (0, vocab - 1, 0), (0, vocab // 2, top)]
         right, told = tell_logprobs(logits, wanted), sampler.logprobs(Guarded.of(logits).tensor, wanted)
         for (own, best), (right_own, right_best) in zip(told, right, strict=True):
-            finite = [pair for pair in right_best if pair[1] > -INF]  # which of those that cannot be is no matter
-            assert [token for token, _ in best] == [token for token, _ in finite], name
+            assert [token for token, _ in best] == [token for token, _ in right_best], name
             values = np.array([own, *(value for _, value in best)])
-            np.testing.assert_allclose(values, [right_own, *(x for _, x in finite)], rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(values, [right_own, *(x for _, x in right_best)], rtol=1e-11, atol=1e-12)
+
+
+def test_tokens_that_cannot_be_are_told_where_no_others_are_left(sampler: NativeSampler) -> None:
+    logits = torch.full((2, 40), -INF)
+    logits[0, 7], logits[1, :39] = 2.0, 1.0
+    (own, best), (_, rest) = sampler.logprobs(logits, [(0, 7, 3), (1, 39, 40)])
+    assert (own, best) == (0.0, [(7, 0.0), (0, -INF), (1, -INF)])
+    assert len(rest) == 40
+    assert rest[-1] == (39, -INF)
 
 
 def test_logprobs_of_what_is_not_there_are_refused(sampler: NativeSampler) -> None:
