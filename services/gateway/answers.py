@@ -67,18 +67,30 @@ class SessionResponse(Response):
         self._extra = dict(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session = self._session
-        answer = asyncio.create_task(self._answer(scope, receive, send))
-        gone = asyncio.create_task(_disconnected(receive))
-        aborted = asyncio.create_task(session.aborted.wait())
+        session, answering = self._session, asyncio.current_task()
+        assert answering is not None
+        watches = asyncio.create_task(_disconnected(receive)), asyncio.create_task(session.aborted.wait())
+        stopped = ended = False
+
+        def stop(watch: asyncio.Task[Any]) -> None:
+            nonlocal stopped
+            if not (ended or stopped or watch.cancelled()):
+                stopped = True
+                answering.cancel()
+
+        for watch in watches:
+            watch.add_done_callback(stop)
         try:
-            await asyncio.wait({answer, gone, aborted}, return_when=asyncio.FIRST_COMPLETED)
-            # a broken connection shows as an OSError of `send`
-            if answer.done() and not isinstance(answer.exception(), OSError):
-                answer.result()
+            await self._answer(scope, receive, send)
+        except asyncio.CancelledError:
+            if not stopped or answering.uncancel():
+                raise
+        except OSError:
+            pass  # the connection is broken
         finally:
-            for task in (answer, gone, aborted):
-                task.cancel()
+            ended = True
+            for watch in watches:
+                watch.cancel()
             session.cancel("client_gone")  # nothing, if it has ended
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

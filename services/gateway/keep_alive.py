@@ -42,11 +42,11 @@ class KeptAlive(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = _Stream(send, scope.get(BODY_SEND, send), {**SSE_HEADERS, **self._extra})
         scope[BODY_SEND] = stream.send
-        talking = asyncio.create_task(stream.keep_alive(self._period_s))
+        stream.begin(self._period_s)
         try:
             await self._answer(scope, receive, stream.send)
         finally:
-            talking.cancel()
+            stream.end()
 
 
 class _Stream:
@@ -61,19 +61,37 @@ class _Stream:
         self._body = b""
         self._busy = False
         self._over = False
+        self._loop = asyncio.get_running_loop()
+        self._commenting: asyncio.Task[None] | None = None
 
-    async def keep_alive(self, period_s: float) -> None:
-        while not self._over:
-            await asyncio.sleep(max(0.0, self._said + period_s - time.monotonic()))
-            if time.monotonic() - self._said < period_s or self._over:
-                continue
-            self._said = time.monotonic()
-            if not self._busy:  # else the client does not read
-                await self._comment()
+    def begin(self, period_s: float) -> None:
+        """Say something wherever nothing is said for so long, from now on."""
+        self._period_s = period_s
+        self._timer = self._loop.call_later(period_s, self._look)
+
+    def end(self) -> None:
+        """Say nothing more."""
+        self._over = True
+        self._timer.cancel()
+        if self._commenting is not None:
+            self._commenting.cancel()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        silent_s = now - self._said
+        if silent_s >= self._period_s and not self._over:
+            self._said, silent_s = now, 0.0
+            if not self._busy and (self._commenting is None or self._commenting.done()):  # else it does not read
+                self._commenting = self._loop.create_task(self._comment())
+        if not self._over:
+            self._timer = self._loop.call_later(self._period_s - silent_s, self._look)
 
     async def send(self, message: Message) -> None:
         self._busy = True
         try:
+            if self._commenting is not None:
+                await asyncio.wait({self._commenting})  # the head goes first, whoever sends it
+                self._commenting = None
             if self._plain and message["type"] == "http.response.body":
                 self._over = not message.get("more_body", False)
                 await self._send_body(message)
@@ -84,6 +102,8 @@ class _Stream:
             self._busy = False
 
     async def _comment(self) -> None:
+        if self._busy or self._over:  # since
+            return
         if not self._begun:
             self._begun = True
             self._head = {}
