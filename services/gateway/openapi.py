@@ -44,7 +44,10 @@ ERRORS = {
 EVERYWHERE = (431, 500)
 WITH_KEY = (401, 429, 503)
 _NO_BODY = frozenset({204, 304, 307})
-_LIMITS = [f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")]
+_LIMITS = [
+    *(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+    *(f"x-ratelimit-{what}-parallel" for what in ("limit", "remaining")),
+]
 
 
 class Description:

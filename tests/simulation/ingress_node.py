@@ -161,6 +161,10 @@ class IngressNode(Node):
                 raise Violation(f"{client.job.name}: the committed tokens are not the truth")
         elif isinstance(effect, fx.End):
             client.ends.append(effect)
+            if effect.finish in ("cancelled", "error"):
+                attempt = stream.attempt
+                for node in self.world.schedulers:
+                    net.send(node, lambda node=node: node.withdraw(attempt))  # type: ignore[misc]
         elif isinstance(effect, fx.SettleRequest):
             client.settles.append(effect)
             for _ in range(2 if net.chance(0.2) else 1):  # JetStream may deliver again

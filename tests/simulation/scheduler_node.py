@@ -12,6 +12,7 @@ from services.scheduler.placement import HandoffCost
 from services.scheduler.request_table import RequestTable
 from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m
+from shared.contracts.attempt import Attempt
 from shared.contracts.errors import Unavailable, to_wire
 from shared.contracts.grants import Grant, Scope
 from shared.contracts.ids import RequestId, TenantId, WorkerId
@@ -73,6 +74,12 @@ class SchedulerNode(Node):
         answer, effects = self.table.submit(self.net.now, message, grant)
         self._run(effects)
         return answer
+
+    def withdraw(self, attempt: Attempt) -> None:
+        if self.table is not None:
+            held = self.table.record(attempt.request_id)
+            self.net.counts["withdrawn" if held is not None else "withdrawn unknown"] += 1
+            self._run(self.table.withdraw(self.net.now, attempt))
 
     def worker_beat(self, beat: m.WorkerBeat) -> None:
         outcome = self.registry.on_beat(self.net.now, beat)
