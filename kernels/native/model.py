@@ -57,7 +57,7 @@ class NativeLayer:
     index: int  # its place in the group
 
 
-QUICK_ROWS = 3
+QUICK_ROWS = 4
 """Most rows of logits a quick head is used for: more are bound by arithmetic, which it adds to."""
 QUICK_LOGITS = 100
 """Most logits that the draws of all rows together look at, with a quick head: more take longer than the whole head."""
