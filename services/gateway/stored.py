@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 from starlette.responses import JSONResponse, Response
@@ -139,7 +140,10 @@ class Stored:
         async def begin(run: KeyedRun) -> Begun:
             name = hashlib.sha256(f"response\n{run.state.request_id}".encode()).digest()
             first = bool(unused)
-            own = replace(asker, span=unused.pop()) if first else self._later(asker.tenant, asker.key_hash, plan)
+            if first:
+                own = replace(asker, span=unused.pop())
+            else:
+                own = self._later(asker.tenant, asker.key_hash, plan.model, stream=plan.stream)
             try:
                 entry = await self._begin(dialect, plans_of, plan, own, name, run.state.committed)
             except BaseException as exc:
@@ -167,7 +171,6 @@ class Stored:
         committed: bytes = b"",
     ) -> Entry:
         """The entry of a new response, to which the caller is attached."""
-
         unused = [asker.span]
 
         async def begin(run: KeyedRun) -> Begun:
@@ -211,9 +214,8 @@ class Stored:
         answer = StoredAnswer(entry, headers)
         return kept_alive(answer, plan, self._service.config.keep_alive_s, headers)
 
-    def _later(self, tenant: TenantId, key_hash: bytes, plan: RequestPlan) -> Asker:
-        attributes: dict[str, str | bool] = {a.KIND: "responses", a.MODEL: plan.model, a.STREAM: plan.stream}
-        attributes[a.TENANT] = tenant
+    def _later(self, tenant: TenantId, key_hash: bytes, model: str, *, stream: bool) -> Asker:
+        attributes: dict[str, str | bool] = {a.KIND: "responses", a.TENANT: tenant, a.MODEL: model, a.STREAM: stream}
         span = self._service.telemetry.tracer.start_span("gateway.request", context=Context(), attributes=attributes)
         return Asker(tenant, key_hash, span, time.monotonic())
 
@@ -269,10 +271,11 @@ class Stored:
         parsed: ParsedResponses = await models.parse(parse_responses, body)
         model = models.get(parsed.chat.model, identity.models)
         dialect = ResponsesDialect(parsed.asked, parsed.items)
-        plans_of = await tokenized(self._service, parsed.chat, model, identity, dialect)
-        asker = self._later(identity.tenant, key_hash, plans_of(0)[0])
+        asker = self._later(identity.tenant, key_hash, model.name, stream=run.request.stream)
         try:
-            return await self._open(dialect, plans_of, asker, run)
+            with trace.use_span(asker.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+                plans_of = await tokenized(self._service, parsed.chat, model, identity, dialect)
+                return await self._open(dialect, plans_of, asker, run)
         except BaseException as exc:
             end_failed(asker.span, as_baton_error(exc))
             raise
