@@ -358,6 +358,7 @@ async def test_a_frozen_owner_that_comes_back_neither_settles_nor_answers_well(
         for _ in range(2):  # as if it had not been heard of for long
             world.watch.nobody_listens(first.id, world.desk._clock() - 60.0)
         world.watch.heard = lambda ingress, now: None  # type: ignore[method-assign]
+        world.watch.beat = lambda ingress, requests, now: None  # type: ignore[method-assign]
         fresh = asyncio.create_task(second.post("completions", body, "k"))
         await until(lambda: any(submit.ingress_id == second.id for submit in world.backend.submits))
         hold.set()
