@@ -112,10 +112,12 @@ def make_plan(
             top_k=defaults.top_k if request.top_k is None else request.top_k,
             seed=choice_seed((seed if request.seed is None else request.seed) & _U64, number * request.choices),
             ignore_eos=bool(request.ignore_eos),
-            min_p=request.min_p or 0.0,
+            min_p=defaults.min_p if request.min_p is None else request.min_p,
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            repetition_penalty=(
+                defaults.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
+            ),
             logit_bias=request.logit_bias,
             min_tokens=request.min_tokens,
             stop_token_ids=request.stop_token_ids,

@@ -13,8 +13,6 @@ from shared.model.config import GENERATION
 from shared.model.fields import Fields, read_fields
 
 NEUTRAL: dict[str, tuple[float | int | None, ...]] = {
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
@@ -36,6 +34,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     unused: tuple[str, ...] = ()
 
 
@@ -58,6 +58,8 @@ def load_sampling_defaults(folder: Path) -> SamplingDefaults:
         temperature=_number(fields, "temperature", 1.0, 2.0),
         top_p=_number(fields, "top_p", 1.0, 1.0, least=1e-9),
         top_k=_top_k(fields),
+        min_p=_number(fields, "min_p", 0.0, 1.0),
+        repetition_penalty=_number(fields, "repetition_penalty", 1.0, 10.0, least=1e-9),
         unused=tuple(unused),
     )
 

@@ -27,7 +27,7 @@ _RECORD = "baton_gguf.json"
 
 def is_gguf(path: Path) -> bool:
     """Whether a model's path names a file of this kind, there or not."""
-    return path.suffix == SUFFIX and not path.is_dir()
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
 def folder_of(path: Path, cache: Path) -> Path:

@@ -23,14 +23,25 @@ def test_a_model_without_defaults_has_the_apis(tmp_path: Path) -> None:
 
 def test_what_the_file_says(tmp_path: Path) -> None:
     found = load_sampling_defaults(
-        write(tmp_path, temperature=0, top_p=0.8, top_k=20, repetition_penalty=1.05, num_beams=1, min_p=0.0)
+        write(
+            tmp_path, temperature=0, top_p=0.8, top_k=20, repetition_penalty=1.05, num_beams=1, min_p=0.1, typical_p=0.5
+        )
     )
-    assert found == SamplingDefaults(0.0, 0.8, 20, ("repetition_penalty = 1.05",))
+    assert found == SamplingDefaults(0.0, 0.8, 20, 0.1, 1.05, ("typical_p = 0.5",))
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"temperature": 2.5}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": True}, {"top_k": 1.5}, {"top_k": -2}],
+    [
+        {"temperature": 2.5},
+        {"temperature": "hot"},
+        {"top_p": 0},
+        {"top_p": True},
+        {"top_k": 1.5},
+        {"top_k": -2},
+        {"min_p": 1.1},
+    ]
+    + [{"repetition_penalty": value} for value in (0, -1, 10.5, "x", True)],
 )
 def test_values_out_of_range_are_refused_by_file_and_field(tmp_path: Path, fields: dict[str, Any]) -> None:
     (name,) = fields

@@ -24,7 +24,7 @@ from shared.model.config import load_config
 from shared.model.convert_gguf import NotTold, model_config, unpermute
 from shared.model.decoder import load_decoder
 from shared.model.folder import check_model_folder
-from shared.model.gguf_folder import folder_of, gguf_folder
+from shared.model.gguf_folder import folder_of, gguf_folder, is_gguf
 from shared.model.weights import Weights
 from shared.settings.load import LoadedSettings, load_settings
 from shared.text.tokenizer import load_tokenizer
@@ -100,6 +100,14 @@ def q4_1(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
     base = tmp_path_factory.mktemp("gguf")
     values = write(base / "tiny.gguf", Q4_1)
     return gguf_folder(base / "tiny.gguf", base / "cache", silent), values
+
+
+def test_a_suffix_is_one_in_capitals_too(tmp_path: Path) -> None:
+    write(tmp_path / "A.GGUF", Q4_1)
+    assert is_gguf(tmp_path / "A.GGUF")
+    assert is_gguf(tmp_path / "none.Gguf")
+    assert not is_gguf(tmp_path / "gguf")
+    assert (gguf_folder(tmp_path / "A.GGUF", tmp_path / "cache", silent) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("kind", [T.Q4_1, T.Q4_0, T.Q8_0, T.BF16, T.F16, T.F32], ids=lambda kind: kind.name)

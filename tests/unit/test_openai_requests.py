@@ -313,14 +313,16 @@ def test_the_plan_fills_in_defaults() -> None:
 
 
 def test_the_models_own_defaults_fill_in_what_a_client_left_out() -> None:
-    model = served(defaults=SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40))
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.05)
+    model = served(defaults=defaults)
 
-    def sampling(**fields: Any) -> tuple[float, float, int]:
+    def sampling(**fields: Any) -> tuple[float, float, int, float, float]:
         made = make_plan(chat(**fields), [1], model, identity=IDENTITY, seed=5).sampling
-        return made.temperature, made.top_p, made.top_k
+        return made.temperature, made.top_p, made.top_k, made.min_p, made.repetition_penalty
 
-    assert sampling() == (0.6, 0.9, 40)
-    assert sampling(temperature=0, top_p=1, top_k=0) == (0.0, 1.0, 0)
+    assert sampling() == (0.6, 0.9, 40, 0.1, 1.05)
+    own = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    assert sampling(**own) == (0.0, 1.0, 0, 0.0, 1.0)
     assert make_plan(completion(), [1], model, identity=IDENTITY, seed=5).model == "tiny-model"
 
 
