@@ -305,6 +305,8 @@ async def test_a_stream_in_the_background_is_resumed_anywhere(redis: RedisStore)
         assert "".join(e["delta"] for e in whole if e["type"] == "response.output_text.delta") == TEXT
         assert whole[-1]["response"] == (await ai.responses.retrieve(made)).to_dict(exclude_unset=True)
         assert events(await get(first, f"{made}?stream=true&starting_after={len(whole) - 1}")) == []
+        async with other.responses.stream(response_id=made, starting_after=last) as helped:
+            assert (await helped.get_final_response()).output_text == TEXT
         for query, param in (
             (f"stream=true&starting_after={len(whole)}", "starting_after"),
             ("starting_after=1", "starting_after"),
