@@ -86,7 +86,8 @@ async def test_tokens_of_a_stretch_come_one_by_one_and_once(model_dir: Path, tmp
 
 
 class Spoiler:
-    """A transport that lets a test spoil the source just before a pull."""
+    """A transport that lets a test spoil the source just before a pull: the one named, or the last where there are
+    fewer, as chunks that end close together are named in one commit."""
 
     path = "spoiled"
 
@@ -98,7 +99,9 @@ class Spoiler:
 
     def pull(self, pull: Pull, tables: Sequence[Sequence[int]], source_blocks: tuple[int, ...]) -> PullResult:
         self._left -= 1
-        if self._left == 0:
+        is_last = pull.items[-1].position == (len(PROMPT) - 2) // 16
+        if self._left == 0 or (self._left > 0 and is_last):
+            self._left = 0
             block = pull.items[-1].block.block_id
             span = self._cell.prefill.shell.core.pool.span(0, block)
             span[5] ^= 0x40
