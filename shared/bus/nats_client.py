@@ -65,6 +65,8 @@ class DirectClient(Client):
         headers: Mapping[str, str] | None = None,
     ) -> Msg:
         """As the library's new style. Raises nats.errors.TimeoutError, NoRespondersError and what `publish` raises."""
+        if old_style:
+            return await super().request(subject, payload, timeout, old_style=True)
         if not self._resp_sub_prefix:
             await self._init_request_sub()
         assert self._resp_sub_prefix is not None
