@@ -138,13 +138,14 @@ class BlockRoom:
         return True
 
     def reach(self, seqs: Seq[Sequence], steps: int) -> int:
-        """Steps, at most so many, that all these have blocks for; more of them are taken where others need none."""
-        watermark = self._watermark()
+        """Steps, at most so many, that all these have blocks for. More blocks are taken while an eighth of the pool is
+        left for those who come."""
+        spare = self._watermark() + max(group.num_blocks for group in self._pool.groups) // 8
         for seq in seqs:
             if seq.covers(seq.num_computed_tokens + steps):
                 continue
             missing = seq.missing_blocks(min(seq.num_computed_tokens + steps, seq.spec.num_slots))
-            if blocks.has_room(self._pool, ((),) * len(missing), missing, watermark):
+            if blocks.has_room(self._pool, ((),) * len(missing), missing, spare):
                 blocks.grow(self._pool, seq, missing)
             steps = min(steps, seq.num_covered_tokens - seq.num_computed_tokens)
         return steps

@@ -39,7 +39,7 @@ from shared.engine.engine_parts import (
 )
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
-from shared.engine.step_time import StepObservation, context_of
+from shared.engine.step_time import StepObservation, observed
 
 T = TypeVar("T")
 
@@ -257,15 +257,11 @@ class Engine:
             self._news += self._batcher.fail_step(plan.step, f"{type(exc).__name__} in step {plan.step}")
         else:
             try:
-                self._observe(plan, done.duration_s, result.repeats)
+                for observation in observed(plan, done.duration_s, result.repeats):
+                    self._on_step(observation)
             except Exception as exc:
                 self._report_error(exc)
         self._progress += 1
-
-    def _observe(self, plan: StepPlan, duration_s: float, repeats: int) -> None:
-        count, context = len(plan.sequences), context_of(plan)
-        for i in range(repeats):
-            self._on_step(StepObservation(plan.num_tokens, count, context + i * count, duration_s / repeats))
 
     def _advance(self) -> None:
         """Hand the executor all it may have: blocks to zero first, then steps up to the depth."""
@@ -344,14 +340,16 @@ class Engine:
             self._inbox.put(Done(plan, result, time.perf_counter() - started))
 
     def _stretch(self, plan: StepPlan, first: StepOutput, started: float) -> StepOutput:
-        """Go on behind the first step of a stretch until all its steps are computed, a row ends or somebody wants the
-        planner."""
+        """Go on behind the first step of a stretch until all its steps are computed, its time is over, a row ends or
+        somebody wants the planner."""
         again, tell = self._again, self.on_drawn
         if first.bad_rows or again is None or tell is None:
             return first
         drawn: Sequence[int] = [tokens[0] for tokens in first.sampled]
-        steps = [drawn]
+        steps, until = [drawn], started + self._batcher.config.stretch_s
         while len(steps) < plan.repeats and not self._interrupted and plan.ending.isdisjoint(drawn):
+            if time.perf_counter() >= until:  # steps take longer than they were thought to
+                break
             try:
                 more = again(partial(tell, plan, drawn))
             except Exception as exc:  # the step is planned anew, and fails for good if it does again

@@ -78,6 +78,12 @@ class StepObservation:
     duration_s: float
 
 
+def observed(plan: StepPlan, duration_s: float, repeats: int) -> list[StepObservation]:
+    """What an ended plan tells: a step, or those of a stretch that together took so long."""
+    count, context = len(plan.sequences), context_of(plan)
+    return [StepObservation(plan.num_tokens, count, context + i * count, duration_s / repeats) for i in range(repeats)]
+
+
 def context_of(plan: StepPlan) -> int:
     """Positions attended to by a step's tokens, summed: the `context_tokens` of `predict`."""
     total = 0

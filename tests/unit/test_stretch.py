@@ -15,6 +15,7 @@ from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.engine.fake_runner import FakeRunner, made_up_token
+from shared.engine.sequence import Sequence as Held
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepObservation, StepTimeModel
@@ -67,6 +68,14 @@ def test_what_a_stretch_did_not_come_to_is_not_counted() -> None:
     assert (update.token_ids, update.finish) == ((EOS,), "stop")
     assert update.totals is not None
     assert (update.totals.computed_tokens, update.totals.completion_tokens, update.totals.wasted_tokens) == (9, 7, 0)
+
+
+def test_steps_that_were_never_computed_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    batcher = ready(3)
+    monkeypatch.setattr(Held, "unplan", lambda self, steps: None)
+    batcher.commit(output_of(stretch(batcher), constant(51), repeats=5))
+    with pytest.raises(AssertionError, match="placeholders"):
+        batcher.check()
 
 
 def test_a_failed_stretch_counts_one_step() -> None:
@@ -128,6 +137,20 @@ def test_a_stretch_takes_no_longer_than_it_may() -> None:
     plan = batcher.plan(may_stretch=True)
     assert plan is not None
     assert plan.repeats == 1
+
+
+def test_an_eighth_of_the_pool_is_left_for_those_who_come() -> None:
+    # 16 of 64 blocks are left behind the 48 of somebody else, and 4 of 12 behind what it takes to begin
+    batcher = make_batcher(stretch_s=10.0, num_blocks=64)
+    batcher.reserve(make_spec("other", 48 * BLOCK, 1, compute_only=True, token_ids=tuple(range(48 * BLOCK))))
+    while (step := batcher.plan()) is not None:
+        batcher.commit(output_of(step, constant(50)))
+    batcher.reserve(make_spec("a", 3, 60))
+    one = batcher.plan()
+    assert one is not None
+    batcher.commit(output_of(one, constant(50)))
+    assert stretch(batcher).repeats == 2 * BLOCK - 3, "60 would take more than it may, so it takes none"
+    assert used(batcher) == [50]
 
 
 # ------------------------------------------------------------------------------------------ in the engine
@@ -251,6 +274,22 @@ def test_a_step_that_fails_within_a_stretch_fails_by_itself_or_not_at_all(harnes
     assert harness.told() == expected(40)
     assert [str(error) for error in harness.errors] == ["boom"] * len(harness.errors)
     assert harness.errors
+
+
+def test_steps_that_take_longer_than_thought_end_a_stretch(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e9
+        return now
+
+    monkeypatch.setattr("shared.engine.engine.time.perf_counter", clock)
+    harness.begin()
+    assert harness.ended.wait(WAIT_S)
+    assert harness.told() == expected(40)
+    assert max(harness.runner.repeats) > 1
+    assert not any(kind == "drawn" for kind, _ in harness.news), "each ended with its first step"
 
 
 def test_a_stop_ends_a_stretch(harness: Harness) -> None:
