@@ -118,7 +118,7 @@ class Entry:
     @property
     def ends_early(self) -> bool:
         """True when it was given up before its answer was complete: nothing more comes."""
-        return self.given_up and not self.log.complete
+        return self.given_up and not self.pinned and not self.log.complete
 
     def attach(self) -> None:
         """A client reads."""

@@ -95,7 +95,16 @@ class StoredRun(KeyedRun):
         if not isinstance(begun.response, StoredResponse):
             raise Internal("a stored response has another's answer")
         self._answer = begun.response
-        await super().work(begun)
+        try:
+            await super().work(begun)
+        except Exception:
+            self._end("superseded")  # what could not be answered is not run on
+            raise
+
+    def cancel(self) -> None:
+        """No client waits for it any more, which is nothing to one in the background."""
+        if not self.goes_on_alone:
+            super().cancel()
 
     async def _keep(self) -> None:
         if not self.goes_on_alone:
