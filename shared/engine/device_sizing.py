@@ -21,7 +21,7 @@ from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.grammar.row_masks import RowMasks
 from shared.kv.device_spans import KvView, device_views
 from shared.kv.layout import LayerGroup, PoolLayout
-from shared.model.device_decoder import DeviceDecoder
+from shared.model.device_decoder import ROW_CLASSES, DeviceDecoder
 
 MARGIN_BYTES = 256 * 1024 * 1024
 """Left free beside the pool: what libraries take later, and the allocator's rounding."""
@@ -107,6 +107,7 @@ class Steps:
         self._groups = groups
         self._num_blocks = [pool.values.shape[0] for pool in pools]
         self._samples = model.weights.head is not None
+        self._compiles_by_rows = model.compiles_by_rows
         stream = DeviceStream(model.device)
         compute = DeviceCompute(model, groups, pools, limits)
         captures = self._samples and model.device.type == "cuda"
@@ -116,7 +117,7 @@ class Steps:
         self.runner = DeviceRunner(compute, stream, self._graphs, masks=masks)
 
     def burst(self) -> None:
-        """Run the largest steps there can be, one behind the other.
+        """Run the largest steps there can be, one behind the other; and those whose kernels no request should wait for.
 
         Raises:
             Internal: a step gave something that is not a number.
@@ -124,9 +125,9 @@ class Steps:
         """
         kinds = [self._chunk(), self._chunks()] + ([self._decodes(), self._scored()] if self._samples else [])
         number = 0
-        for _ in range(BURST_STEPS):
+        for turn in range(BURST_STEPS):
             pending = []
-            for sequences in kinds:
+            for sequences in kinds + (self._compiled_apart() if turn == 0 else []):
                 number += 1
                 pending.append(self.runner.run(StepPlan(number, sequences)))
                 if len(pending) > self._limits.depth:
@@ -153,6 +154,13 @@ class Steps:
         count = self._limits.max_num_seqs
         each = min(self._limits.max_rows // count, self._limits.max_len)
         return tuple(self._sequence(i, each) for i in range(count)) if each else self._chunk()
+
+    def _compiled_apart(self) -> list[tuple[ScheduledSequence, ...]]:
+        """Chunks of the sizes that have kernels of their own, where those are ours."""
+        if not self._compiles_by_rows:
+            return []
+        most = min(self._limits.max_rows, self._limits.max_len)
+        return [(self._sequence(0, rows),) for rows in ROW_CLASSES if rows < most]
 
     def _decodes(self) -> tuple[ScheduledSequence, ...]:
         return tuple(self._sequence(i, 1) for i in range(self._limits.max_num_seqs))

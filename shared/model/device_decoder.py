@@ -34,6 +34,8 @@ from shared.model.device_weights import DeviceWeights, LayerWeights, load_weight
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
+ROW_CLASSES = (16, 32, 64, 256)
+"""Rows of a step for which our own products, experts' included, are compiled apart: up to each of these."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FUSED_HIDDEN = 2048
 """Widest model whose steps of a few rows are fused: beyond, products of the library gain more than launches cost."""
@@ -94,6 +96,11 @@ class DeviceDecoder:
         # rounded as the checkpoint's own code rounds it
         scale = torch.tensor(config.hidden_size**0.5).to(self.dtype).item()
         self._embedding_scale = float(scale) if family.scaled_embedding else 1.0
+
+    @property
+    def compiles_by_rows(self) -> bool:
+        """Whether its products are kernels compiled for classes of rows, and not a library's."""
+        return self.exact or self.quant.bits > 0 or self.config.family.num_experts > 0
 
     @torch.inference_mode()
     def forward(

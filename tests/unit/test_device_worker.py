@@ -19,11 +19,15 @@ from shared.contracts.errors import SettingsError
 from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, Incarnation, RequestId, WorkerId
 from shared.contracts.parts import BlockRef
 from shared.engine import device_sizing, device_worker
+from shared.engine.device_compute import StepLimits
+from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
 from shared.kv import device_pool, device_transfer
+from shared.kv.device_spans import device_views
 from shared.kv.handoff_sink import Pull, PullItem
 from shared.kv.layout import LayerGroup, PoolLayout
-from shared.model.device_decoder import DeviceDecoder
+from shared.model.config import layer_groups
+from shared.model.device_decoder import DeviceDecoder, load_device_decoder
 from tests.gpu.test_gpu_worker import WAIT_S, complete
 from tests.tiny_models import make_tiny_model
 
@@ -154,6 +158,27 @@ def test_what_a_card_cannot_do_is_told(
         opened(folder, tmp_path, **changes)
     assert error.value.param == param
     assert not list(tmp_path.glob("*.kvpool"))
+
+
+@pytest.mark.parametrize("quant", ["none", "int4"])
+def test_every_class_of_rows_is_run_before_ready(folder: Path, quant: str) -> None:
+    """Where products are compiled for it: cuBLAS has them all."""
+    model = load_device_decoder(folder, "float32", "cpu", quant=quant)
+    groups = layer_groups(model.config, 16, "float32")
+    layout = PoolLayout(groups, (4,))
+    pools = device_views(torch.zeros(layout.total_bytes, dtype=torch.uint8), layout)
+    steps = device_sizing.Steps(model, groups, pools, StepLimits(48, 2, model.config.max_positions))
+    ran: list[int] = []
+
+    class Recorder:
+        def run(self, plan: StepPlan) -> Any:
+            ran.append(plan.num_tokens)
+            return lambda: None
+
+    steps.runner = Recorder()  # type: ignore[assignment]
+    steps.burst()
+    assert ran.count(48) >= device_sizing.BURST_STEPS
+    assert [ran.count(rows) for rows in (16, 32)] == ([1, 1] if quant != "none" else [0, 0])
 
 
 @pytest.mark.usefixtures("card")
