@@ -105,6 +105,8 @@ GOOD: dict[str, list[dict[str, Any]]] = {
             "max_output_tokens": 60,
             "stream": True,
         },
+        {"input": "hi", "max_output_tokens": 20, "store": True, "metadata": {"a": "b"}},
+        {"input": "hi", "max_output_tokens": 20, "background": True, "stream": True, "previous_response_id": None},
     ],
     "/v1/messages": [
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60},
@@ -134,6 +136,7 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "/v1/batches/batch_none/cancel": [{}],
+    "/v1/responses/resp_none/cancel": [{}],
 }
 FORM = "/v1/files"
 WEIGHTS = {"/v1/chat/completions": 4, "/v1/completions": 4, "/v1/responses": 3, "/v1/messages": 3, FORM: 2}
@@ -391,7 +394,7 @@ def _headers(rng: Random) -> Headers:
 
 def with_model(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """A good request of a route."""
-    return body if path.startswith("/v1/batches") else {"model": MODEL, **body}
+    return body if path.startswith("/v1/batches") or path.endswith("/cancel") else {"model": MODEL, **body}
 
 
 def make_case(rng: Random) -> Case:
