@@ -23,8 +23,9 @@ from jsonschema import Draft202012Validator
 
 from services.gateway.openapi import PATH
 from tests import openai_oracle
-from tests.pipeline.fuzz_cases import FORM, GOOD, Case, make_case, with_model
+from tests.pipeline.fuzz_cases import FORM, Case, make_case
 from tests.pipeline.fuzz_client import Answer, RawClient
+from tests.pipeline.fuzz_requests import GOOD, with_model
 from tests.pipeline.gateway_support import HEADERS, completion, default_output, gateway_stack, http_stack
 from tests.pipeline.keyed_support import World, until
 from tests.pipeline.test_keyed_batches import batches
