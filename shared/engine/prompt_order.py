@@ -1,7 +1,7 @@
-"""In which order prompts that wait are computed: those with least left first, within bounds. Pure.
+"""In which order prompts that wait are computed: in each class those with least left first, within bounds. Pure.
 
-Of prompts computed one after the other, the mean wait for a first token is shortest when the shortest comes first. A
-long one must not wait for ever: once later arrivals have had `OVERTAKING` tokens computed before it, it goes first.
+Of prompts computed one after the other, the mean wait for a first token is shortest when the shortest comes first. None
+must wait for ever: once later arrivals have had `OVERTAKING` tokens computed before it, a prompt goes first.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ def count_overtaking(waiting: Waiting, granted: Mapping[str, int]) -> None:
         later[tenant] = later.get(tenant, 0) + granted.get(seq.spec.seq_id, 0)
 
 
-def _left(one: tuple[Sequence, int]) -> int:
+def _left(one: tuple[Sequence, int]) -> tuple[int, int, int]:
     seq, left = one
-    return 0 if seq.overtaken >= OVERTAKING or seq.num_output_tokens else left
+    return (0, 0, 0) if seq.overtaken >= OVERTAKING or seq.num_output_tokens else (1, seq.spec.rank, left)

@@ -61,8 +61,8 @@ class StepComposer:
         """The rows of the next step, their sequences advanced; none when nothing can run.
 
         Sequences one token behind come first, one row each, the most urgent class and the oldest before others; then
-        chunks of prompts, shared out among tenants, the shortest of each first. Preempted sequences get their blocks
-        back before, where there is room.
+        chunks of prompts, shared out among tenants, the most urgent and shortest of each first. Preempted sequences get
+        their blocks back before, where there is room.
 
         Args:
             now: seconds on a monotonic clock.

@@ -16,10 +16,10 @@ from shared.engine.step_plan import StepOutput, StepPlan
 from shared.kv.layout import LayerGroup, PoolLayout
 
 
-def sequence(name: str, prompt: int, output: int = 0) -> Sequence:
+def sequence(name: str, prompt: int, output: int = 0, klass: str = "interactive") -> Sequence:
     """A sequence of the tenant named by the first letter."""
     tokens = tuple(range(prompt + output))
-    spec = SequenceSpec(name, tokens, prompt, SamplingParams(max_tokens=50), tenant=TenantId(name[0]))
+    spec = SequenceSpec(name, tokens, prompt, SamplingParams(max_tokens=50), klass=klass, tenant=TenantId(name[0]))
     return Sequence(spec, 0, (), 0)
 
 
@@ -43,6 +43,13 @@ def test_what_is_left_counts_not_what_there_was() -> None:
 
 def test_an_output_that_was_interrupted_comes_before_beginnings() -> None:
     assert order(sequence("a1", 10), sequence("a2", 300, output=5)) == ["a2", "a1"]
+
+
+def test_higher_classes_come_before_shorter_prompts() -> None:
+    batch, long, short = sequence("a1", 10, klass="batch"), sequence("a2", 300), sequence("a3", 200)
+    assert order(batch, long, short) == ["a3", "a2", "a1"]
+    batch.overtaken = OVERTAKING
+    assert order(batch, long, short) == ["a1", "a3", "a2"]
 
 
 def test_who_was_overtaken_enough_comes_first_and_of_several_the_earliest() -> None:
