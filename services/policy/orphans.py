@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from services.policy.ingress_watch import IngressWatch
 from services.policy.responses import BackgroundRun, ResponseRecords
-from shared.bus.bus import Bus
+from shared.bus.bus import NO_RESPONDERS, Bus
 from shared.contracts import response_messages as r
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError, from_wire
@@ -19,8 +19,8 @@ from shared.contracts.messages import Refusal
 log = logging.getLogger("baton.policy")
 
 ASK_S = 5.0
-AGAIN_S = 5.0
-"""One that no gateway took is offered again after so long."""
+AGAIN_S = 10.0
+"""One that a gateway could not take is offered again after so long: each time is one of the few it has."""
 MAX_AT_ONCE = 8
 
 
@@ -59,4 +59,6 @@ class Orphans:
             if isinstance(reply, Refusal):
                 raise from_wire(reply.error)
         except BatonError as error:
+            if error.code == NO_RESPONDERS:
+                del self._offered[run.request_id]  # there is no gateway: nobody has tried
             log.warning("response of request %s is not gone on with yet: %s", run.request_id, error.message)
