@@ -27,7 +27,7 @@ from shared.engine.batching_policy import Batching
 from shared.engine.calibration import Calibration, timed_alone
 from shared.engine.core_share import CoreShare, open_share
 from shared.engine.engine import Engine
-from shared.engine.engine_parts import Runner
+from shared.engine.engine_parts import Again, Runner
 from shared.engine.model_steps import ModelSteps
 from shared.engine.prompt_budget import NO_TARGET
 from shared.engine.sequence_update import SequenceUpdate
@@ -120,7 +120,7 @@ class WorkerEngine:
     kernel_cpu_s: Callable[[], float] | None = None  # processor seconds spent in native kernels so far
     grammars: LazyCompiler | None = None  # None: it samples under no grammar
     quick_rows: Callable[[], tuple[int, int]] | None = None  # as `NativeDecoder.quick_rows`
-    again: Callable[[], Sequence[int] | None] | None = None  # as of `Engine`
+    again: Again | None = None  # as of `Engine`
     on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
