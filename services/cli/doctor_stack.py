@@ -18,7 +18,7 @@ from services.cli.cores import has_gpu
 from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
 from shared.contracts.errors import SettingsError
-from shared.kv.layout import KV_SETTINGS
+from shared.kv.layout import FP8, KV_SETTINGS
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
@@ -68,6 +68,8 @@ def kernels(settings: Settings, env: Mapping[str, str]) -> Finding:
     if settings.workers.fake or settings.engine.kernels not in ("auto", "native"):
         return Finding("kernels", SKIP, "fake workers" if settings.workers.fake else settings.engine.kernels)
     on_gpu = settings.engine.device != "cpu" and has_gpu()
+    if settings.kv.dtype == "fp8" and not on_gpu:
+        return Finding("kernels", FAIL, "kv.dtype 'fp8' needs a GPU", "set kv.dtype to int8 or auto")
     needed = not on_gpu and any(entry.quant != "none" for entry in served_models(settings))
     bad = FAIL if needed or (settings.kv.dtype == "int8" and not on_gpu) else WARN
     instead = "none needed: torch computes instead, more slowly"
@@ -139,6 +141,8 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
     family = "triton" if settings.engine.device != "cpu" and has_gpu() else "native" if native else "torch"
     dtype = gate.default_dtype(digest, family) if entry.dtype == AUTO else entry.dtype
     configuration = Configuration(family, dtype, entry.quant or "none", kv)
+    if kv == FP8 and family != "triton":
+        return Finding("quality", SKIP, "kv.dtype 'fp8' needs a GPU")
     line = gate.describe(digest, configuration)
     if gate.allows(digest, configuration):
         return Finding("quality", OK, line)

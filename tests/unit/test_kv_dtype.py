@@ -87,6 +87,9 @@ def test_float8_is_a_gpu_s(engine: EngineSettings, words: str, monkeypatch: pyte
     assert list(problems(LoadedSettings(settings, {}))) == ([f"kv.dtype = 'fp8' {words}"] if words else [])
     with pytest.raises(SettingsError, match=r"^kv\.dtype 'fp8' needs a GPU"):
         prepare_kernels(settings, {})
+    monkeypatch.setattr("services.cli.doctor_stack.has_gpu", lambda: False)
+    if engine.kernels == "auto":
+        assert doctor_stack.kernels(settings, {}).verdict == FAIL
     fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
     assert not list(problems(LoadedSettings(fake, {})))
     assert prepare_kernels(fake, {}) == ""
