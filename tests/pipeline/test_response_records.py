@@ -116,6 +116,12 @@ async def test_it_lives_a_day_while_it_runs_and_its_time_once_it_has_ended(store
     assert await lives() == {1}
     await store.write(mine, state=i.DONE)
     assert await lives() == {7}
+    other = await store.claim(name=b"m")
+    await store.put(other, b"x")
+    await store.write(other, b"y")
+    assert await lives() == {1, 7}
+    bytes_key = f"{store.prefix}:{{{T}}}:response-bytes"
+    assert round(int(await store.redis.execute("TTL", bytes_key)) / RUNNING_S) == 7
 
 
 async def test_who_runs_it_hears_that_it_shall_end(store: Store) -> None:

@@ -85,7 +85,9 @@ redis.call('HSET', KEYS[1], 'state', state, 'committed', ARGV[7], 'epoch', ARGV[
   'prompt_tokens', ARGV[9], 'completion_tokens', ARGV[10])
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
-redis.call('EXPIRE', KEYS[4], ARGV[5])
+if redis.call('TTL', KEYS[4]) < tonumber(ARGV[5]) then -- others are counted there too
+  redis.call('EXPIRE', KEYS[4], ARGV[5])
+end
 redis.call('EXPIRE', KEYS[5], ARGV[5])
 redis.call('ZADD', KEYS[3], now + tonumber(ARGV[5]), ARGV[1])
 return state == 'running' and found[6] and 2 or 1

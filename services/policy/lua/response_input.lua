@@ -17,6 +17,8 @@ for i = 6 + held - first, #ARGV do
 end
 redis.call('HINCRBY', KEYS[4], ARGV[1] .. ':in', bytes)
 redis.call('HINCRBY', KEYS[4], 'total', bytes)
-redis.call('EXPIRE', KEYS[4], ARGV[4])
+if redis.call('TTL', KEYS[4]) < tonumber(ARGV[4]) then -- others are counted there too
+  redis.call('EXPIRE', KEYS[4], ARGV[4])
+end
 redis.call('EXPIRE', KEYS[5], ARGV[4])
 return 1
