@@ -217,7 +217,7 @@ def check(path: str, status: int, content_type: str, body: bytes, method: str = 
 def _stream_faults(name: str, body: bytes) -> list[str]:
     found: list[str] = []
     *frames, _ = body.decode(errors="replace").split("\n\n")
-    lines = (line for frame in frames for line in frame.splitlines())
+    lines = (line for frame in frames for line in frame.split("\n"))
     for data in (line.removeprefix("data: ") for line in lines if line.startswith("data: ")):
         if data == "[DONE]":
             continue

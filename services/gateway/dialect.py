@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from services.gateway.chunks import ChunkWriter, error_frame
+from services.gateway.line_ends import in_lines
 from shared.contracts.errors import BatonError, InvalidInput
 from shared.ingress import messages_request
 from shared.ingress.answer import Answered, logprobs_of, told_tier, whole_answer, whole_pieces
@@ -88,7 +89,7 @@ class _Chunks:
         return b"".join(map(self._writer.role, range(self._answered.num_choices)))
 
     def piece(self, piece: Piece) -> bytes:
-        return self._writer.piece(piece)
+        return in_lines(self._writer.piece(piece))
 
     def end(self) -> bytes:
         timings = {"timings": self._answered.timings()} if self._answered.plan.timings else {}
@@ -190,4 +191,4 @@ class _MessageEvents:
 
 def frames(events: Iterable[Event]) -> bytes:
     """Events with their names, as they are sent."""
-    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event)) for event in events)
+    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), in_lines(_encode(event))) for event in events)

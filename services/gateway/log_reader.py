@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.event_log import DATA, EventLog, Place, Reach, is_plain, json_of, text_of
+from services.gateway.line_ends import in_lines
 from shared.contracts.errors import Conflict
 
 NOTHING = Reach()
@@ -97,7 +98,7 @@ class LogReader:
             return None
         # behind the chunks that only name a role, one that is left whole is the first piece of news
         self._known |= any(text_of(choice) for choice in left)
-        return DATA + msgspec.json.encode({**found, "choices": left})
+        return DATA + in_lines(msgspec.json.encode({**found, "choices": left}))
 
     def _cut(self, choice: dict[str, Any]) -> bool:
         """Take from a choice's chunk what the client has. False when that was all."""

@@ -299,6 +299,12 @@ def test_a_stream_of_more_than_text_goes_on_in_its_own_run_alone() -> None:
         LogReader(chat_log(2, TOOL), first.place(1)).read()
 
 
+def test_a_text_that_is_cut_has_no_line_end_within() -> None:
+    first, second = chat_log(1, SAID % b"a"), chat_log(2, SAID % b"a\\u2028b\\u0085")
+    ((_, event),) = LogReader(second, first.place(1)).read()
+    assert event == SAID % b"\\u2028b\\u0085"
+
+
 def test_behind_an_error_the_next_run_goes_on() -> None:
     failed = chat_log(1, SAID % b"ab", b'data: {"error":{"message":"gone"}}')
     ((_, event),) = LogReader(chat_log(2, SAID % b"abc"), failed.place(2)).read()
