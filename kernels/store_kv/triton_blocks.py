@@ -106,7 +106,7 @@ def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: 
     """Copy blocks of one pool into another: `target[target_ids[i]] = source[source_ids[i]]`. No target occurs twice.
 
     Args:
-        source, target: [num_blocks, ...], contiguous, alike but for the number of blocks; none is both read and written.
+        source, target: [num_blocks, ...], contiguous, alike but for the number of blocks; none is read and written.
         source_ids, target_ids: [num_spans] int64 on the device, each inside its pool.
 
     Raises:

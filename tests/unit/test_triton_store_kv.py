@@ -14,7 +14,7 @@ from kernels.store_kv import store_kv as store_kv_reference
 from kernels.store_kv.digest import span_sums
 from kernels.testing import DEVICE, guarded, guarded_like, lazy_pool
 
-from kernels.store_kv.triton_blocks import digest_blocks, gather_blocks, scatter_blocks, zero_blocks  # isort: skip
+from kernels.store_kv.triton_blocks import digest_blocks, gather_blocks, move_blocks, scatter_blocks, zero_blocks  # isort: skip
 from kernels.store_kv.triton_kernel import store_kv  # isort: skip
 
 pytestmark = pytest.mark.gpu
@@ -86,10 +86,15 @@ def test_blocks_go_out_and_come_back(shape: tuple[int, ...], dtype: torch.dtype)
     kept = torch.zeros(shape, dtype=dtype)
     kept[ids] = values[ids]
     assert torch.equal(target.tensor.cpu(), kept)
+    moved = guarded_like(torch.zeros(shape, dtype=dtype, device=DEVICE))
+    move_blocks(source.tensor, there, moved.tensor, there.flip(0))
+    crossed = torch.zeros(shape, dtype=dtype)
+    crossed[ids[::-1]] = values[ids]
+    assert torch.equal(moved.tensor.cpu(), crossed)
     zero_blocks(source.tensor, there[:2])
     values[ids[:2]] = 0
     assert torch.equal(source.tensor.cpu(), values)
-    for guard in (source, spans, target):
+    for guard in (source, spans, target, moved):
         guard.check()
 
 
@@ -117,6 +122,7 @@ def test_no_blocks() -> None:
     none = torch.empty(0, dtype=torch.int64, device=DEVICE)
     gather_blocks(pool, none, pool[:0])
     scatter_blocks(pool[:0], none, pool)
+    move_blocks(pool, none, pool, none)
     zero_blocks(pool, none)
     assert digest_blocks(pool, none).shape == (0, 2)
     assert bool((pool == 1).all())
@@ -150,6 +156,10 @@ def test_wrong_blocks_are_named() -> None:
         gather_blocks(pool, ids, torch.zeros(1, 5, device=DEVICE))
     with pytest.raises(KernelArgumentError, match=r"ids is torch.int32, expected torch.int64"):
         zero_blocks(pool, ids.int())
+    with pytest.raises(KernelArgumentError, match=r"target has shape \[2, 5\], expected \[any, 4\]"):
+        move_blocks(pool, ids, torch.zeros(2, 5, device=DEVICE), ids)
+    with pytest.raises(KernelArgumentError, match=r"target_ids has shape \[2\], expected \[1\]"):
+        move_blocks(pool, ids, pool, ids.repeat(2))
     with pytest.raises(KernelArgumentError, match=r"pool of shape .* expected contiguous"):
         zero_blocks(pool[:, :2], ids)
     with pytest.raises(KernelArgumentError, match="blocks of 3 bytes"):
