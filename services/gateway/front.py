@@ -51,8 +51,8 @@ class Front:
     """ASGI around the application.
 
     Args:
-        direct: handlers of POST by path, which answer without the application's own layers: those take as long as
-            many requests do here, and are gone through again for each token.
+        direct: handlers of POST by path, which answer without the application's own layers; each of those costs a
+            request time, and a stream again for every token.
     """
 
     def __init__(self, app: ASGIApp, service: GatewayService, direct: Mapping[str, Handler] | None = None) -> None:
