@@ -274,6 +274,8 @@ class Engine:
             plan = self._batcher.plan(time.monotonic(), may_stretch=may_stretch)
             if plan is None:
                 return
+            if plan.repeats > 1:  # its tokens are told by another thread, and must not overtake those before them
+                self._publish()
             self._work.put(plan)
 
     def _may_stretch(self) -> bool:

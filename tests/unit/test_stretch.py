@@ -188,7 +188,7 @@ class Going(FakeRunner):
 
 
 class Harness:
-    def __init__(self) -> None:
+    def __init__(self, start: bool = True) -> None:
         self.runner = Going()
         self.batcher = make_batcher(stretch_s=1e9, depth=1)
         self.news: list[tuple[str, tuple[int, ...]]] = []  # drawn | told, and tokens
@@ -204,7 +204,8 @@ class Harness:
             again=self.runner.again,
         )
         self.engine.on_drawn = lambda plan, drawn: self.news.append(("drawn", tuple(drawn)))
-        self.engine.start()
+        if start:
+            self.engine.start()
 
     def on_updates(self, updates: list[SequenceUpdate]) -> None:
         self.news += [("told", u.token_ids) for u in updates]
@@ -243,6 +244,33 @@ def test_tokens_are_told_as_they_come_and_once_more_in_the_end(harness: Harness)
     assert max(harness.runner.repeats) > 1
     assert sum(step.num_tokens for step in harness.steps) == 6 + 39
     assert not harness.errors
+
+
+def test_no_token_of_a_stretch_overtakes_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(start=False)
+    put = harness.engine._work.put
+
+    class Gated:
+        """A queue whose planner is held up behind each stretch until the executor has told a token of it."""
+
+        get = harness.engine._work.get
+
+        def put(self, item: object) -> None:
+            put(item)  # type: ignore[arg-type]
+            if isinstance(item, StepPlan) and item.repeats > 1:
+                assert harness.runner.at.acquire(timeout=WAIT_S)
+
+    monkeypatch.setattr(harness.engine, "_work", Gated())
+    harness.engine.start()
+    harness.begin()
+    assert harness.ended.wait(WAIT_S)
+    assert harness.engine.stop(WAIT_S)
+    heard: list[int] = []
+    for kind, tokens in harness.news:  # as a worker hears them: what was drawn comes once more in the update
+        ahead = [token for token in tokens if token not in heard]
+        assert kind == "told" or len(ahead) == 1
+        heard += ahead
+    assert heard == expected(40)
 
 
 def test_an_order_ends_a_stretch_with_the_step_it_is_at(harness: Harness) -> None:
