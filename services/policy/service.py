@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
 from services.policy import admission, quota
@@ -123,7 +125,7 @@ class PolicyService:
         self, delivery: Delivery, decide: Callable[[Any, Delivery, Span], Awaitable[m.Granted | m.Refusal]]
     ) -> m.Granted | m.Refusal:
         ask: m.Admit | m.AdmitTenant = delivery.message
-        with tracer.start_as_current_span("policy.admit", context=delivery.context) as span:
+        with _span_of(ask, delivery.context) as span:
             span.set_attributes({attr.REQUEST_ID: ask.request_id, attr.MODEL: ask.model})
             span.set_attributes({attr.PROMPT_TOKENS: ask.num_prompt_tokens, attr.MAX_TOKENS: ask.max_tokens})
             try:
@@ -288,6 +290,13 @@ class PolicyService:
         if not plausible(settle):
             raise Forbidden("its numbers are out of range", code="settlement_invalid")
         return grant
+
+
+def _span_of(ask: m.Admit | m.AdmitTenant, context: Context) -> AbstractContextManager[Span]:
+    """None where a request is only counted: it has no trace that the span could be part of."""
+    if isinstance(ask, m.Admit) and ask.counts_only:
+        return nullcontext(trace.INVALID_SPAN)
+    return tracer.start_as_current_span("policy.admit", context=context)
 
 
 def _in_time(delivery: Delivery) -> None:

@@ -163,6 +163,22 @@ async def test_a_reservation_knows_who_holds_its_request_until_it_is_settled(wor
     await until(lambda: held_by_nobody(world))
 
 
+async def test_a_request_that_is_only_counted_holds_nothing_and_makes_no_span(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(policy_service, "tracer", provider.get_tracer("test"))
+    await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=2, max_parallel=1))
+    await world.admitted("running", ingress_id=IngressId("gateway-a"))
+    counted = await world.admitted("counted", counts_only=True, num_prompt_tokens=1, max_tokens=1)
+    assert [span.name for span in spans.get_finished_spans()] == ["policy.admit"]
+    assert counted.quota is not None
+    assert await world.accounts.held_by(DEMO) == {"running": "gateway-a"}
+    refused = error_of(await world.ask("more", counts_only=True, num_prompt_tokens=1, max_tokens=1))
+    assert (refused.code, refused.param) == ("rate_limit_exceeded", "requests_per_minute")
+
+
 async def held_by_nobody(world: World) -> bool:
     return not await world.accounts.held_by(DEMO)
 
