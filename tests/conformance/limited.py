@@ -72,7 +72,8 @@ async def limited_stack(redis_url: str, own: OwnLimits, **options: Any) -> Async
         policy = PolicyService(bus, records, accounts, signer, Defaults(limits=Limits(), max_tokens=64, terms=TERMS))
         await policy.start()
         try:
-            async with http_stack(Backend(broker, policy=False, **options)) as (stack, url):
+            # a first answer's check against OpenAI's document may hold everything up for seconds
+            async with http_stack(Backend(broker, policy=False, **options), hop_timeout_s=LIMIT_S) as (stack, url):
                 yield Limited(stack, url, accounts)
         finally:
             await policy.stop()
