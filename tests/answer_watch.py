@@ -24,6 +24,7 @@ from tests import openai_oracle
 MAX_BODY_BYTES = 16 << 20
 MAX_TOLD = 10
 PUBLIC = "/v1/"
+REQUEST_ID = b"x-request-id"
 
 
 @dataclass
@@ -50,12 +51,23 @@ class Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: list[Answer] = []
-        self.ports: set[int] = set()
-        """Of gateways in this process, whose answers are taken there."""
+        self._taken: set[bytes] = set()  # request ids of answers that were taken at a gateway
 
     def add(self, answer: Answer) -> None:
         with self._lock:
             self._seen.append(answer)
+
+    def took(self, headers: dict[bytes, bytes]) -> None:
+        """An answer with these headers is taken where it is given."""
+        with self._lock:
+            self._taken.add(headers.get(REQUEST_ID, b""))
+
+    def was_taken(self, request_id: str) -> bool:
+        """Whether an answer that a client now reads was; asked once for each."""
+        with self._lock:
+            found = request_id.encode() in self._taken
+            self._taken.discard(request_id.encode())
+        return found
 
     def faults(self) -> list[str]:
         """Of all that came since this was asked last."""
@@ -66,8 +78,8 @@ class Watch:
     def _judge(self, answer: Answer) -> list[str]:
         try:
             found = openai_oracle.all_faults(answer.method, answer.path, answer.status, answer.kind, bytes(answer.body))
-        except ValueError as exc:
-            found = [f"no JSON: {exc}"]
+        except (ValueError, KeyError, TypeError) as exc:
+            found = [f"cannot be read as one of OpenAI's: {exc!r}"]
         return [f"{answer.method} {answer.path} {answer.status}: {fault}" for fault in found]
 
 
@@ -84,7 +96,6 @@ def watch_gateways() -> None:
 
     @wraps(original)
     def closing(self: Listener, app: Any) -> Any:
-        WATCH.ports.add(self.port)
         return _tapped(original(self, app))
 
     Listener.closing = closing  # type: ignore[method-assign]
@@ -99,8 +110,9 @@ def _tapped(app: Any) -> Any:
 
         def sending(message: Any) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                answer.status = message["status"]
-                answer.kind = dict(message["headers"]).get(b"content-type", b"").decode()
+                headers = dict(message["headers"])
+                answer.status, answer.kind = message["status"], headers.get(b"content-type", b"").decode()
+                WATCH.took(headers)
             else:
                 answer.body += message.get("body", b"")
                 answer.whole = not message.get("more_body", False)
@@ -132,9 +144,9 @@ def watch_clients(library: Any) -> None:
 
 def _watched(request: Any, response: Any) -> Any:
     """A response whose body is taken as it is read, unless it is no gateway's or is taken there."""
-    url = request.url
-    if url.path.startswith(PUBLIC) and "x-request-id" in response.headers and url.port not in WATCH.ports:
-        answer = Answer(request.method, url.path, response.status_code, response.headers.get("content-type", ""))
+    path, request_id = request.url.path, response.headers.get("x-request-id", "")
+    if path.startswith(PUBLIC) and request_id and not WATCH.was_taken(request_id):
+        answer = Answer(request.method, path, response.status_code, response.headers.get("content-type", ""))
         response.stream = _Read(response.stream, answer)
     return response
 
