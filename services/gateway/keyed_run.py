@@ -103,11 +103,7 @@ class KeyedRun:
     async def release(self, error: BaseException | None = None) -> None:
         """It could not begin, or not go on: whoever comes next may try. `error`: what it could not begin for."""
         refused = isinstance(error, REFUSALS) and not self._later_prompts
-        try:
-            with suppress(BatonError):  # else it is ours until we are gone, or ask for it again
-                await self._put(i.REFUSED if refused else i.OPEN)
-        finally:
-            self._closed.set()
+        await self._let_go(i.REFUSED if refused else i.OPEN)
 
     async def kept(self) -> None:
         """Returns when the record is complete, or will never be."""
@@ -204,6 +200,15 @@ class KeyedRun:
             held = True
         self._closed.set()
         return held
+
+    async def _let_go(self, state: str) -> None:
+        try:
+            await self._put(state)
+        except BatonError as exc:  # until policy hears of it nobody else may run it: this gateway lives
+            log.warning("request %s is not let go of yet: %s", self.state.request_id, exc.message)
+            self._late = asyncio.create_task(self._close_late(state))
+        finally:
+            self._closed.set()
 
     async def _close_late(self, state: str) -> None:
         for _ in range(LATE_TRIES):

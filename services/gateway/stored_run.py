@@ -84,11 +84,7 @@ class StoredRun(KeyedRun):
     async def release(self, error: BaseException | None = None) -> None:
         """It could not begin, or not go on."""
         stays = self.goes_on_alone and (self.state.run > 1 or self._begun is not None)
-        try:
-            with suppress(BatonError):
-                await self._put(i.OPEN if stays else i.REFUSED)
-        finally:
-            self._closed.set()
+        await self._let_go(i.OPEN if stays else i.REFUSED)
 
     async def work(self, begun: Begun) -> None:
         """Returns when the answer is complete and kept, or has failed."""

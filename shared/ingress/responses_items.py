@@ -19,8 +19,18 @@ Item = dict[str, Any]
 
 
 def told_items(items: Sequence[InputItem], name: bytes) -> list[Item]:
-    """Items as the API lists them. One without an id gets its own, by its place and `name`, which nobody can guess."""
-    return [_told(item, index, name) for index, item in enumerate(items)]
+    """Items as the API lists them.
+
+    One without an id, or with that of one before it, by which pages of a list could not be told apart, gets its own, by
+    its place and `name`, which nobody can guess.
+    """
+    told: list[Item] = []
+    ids: set[str] = set()
+    for index, item in enumerate(items):
+        item_id = item.id if item.id and item.id not in ids else _new_id(item, index, name)
+        ids.add(item_id)
+        told.append({"id": item_id, **_told(item)})
+    return told
 
 
 def page(items: Sequence[Item], *, limit: int, descending: bool, after: str, before: str) -> tuple[list[Item], bool]:
@@ -43,8 +53,8 @@ def page(items: Sequence[Item], *, limit: int, descending: bool, after: str, bef
     return found[:limit], len(found) > limit
 
 
-def _told(item: InputItem, index: int, name: bytes) -> Item:
-    common: Item = {"id": item.id or _new_id(item, index, name), "type": item.type}
+def _told(item: InputItem) -> Item:
+    common: Item = {"type": item.type}
     status = item.status or "completed"
     if isinstance(item, MessageItem):
         return common | {"role": item.role, "status": status, "content": _message_parts(item)}

@@ -116,6 +116,8 @@ async def test_it_lives_a_day_while_it_runs_and_its_time_once_it_has_ended(store
     assert await lives() == {1}
     await store.write(mine, state=i.DONE)
     assert await lives() == {7}
+    assert await store.put(mine, b"x")  # repeated, as the answer to the last word was lost
+    assert await lives() == {7}
     other = await store.claim(name=b"m")
     await store.put(other, b"x")
     await store.write(other, b"y")

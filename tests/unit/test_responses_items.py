@@ -38,6 +38,20 @@ def test_listed_items_are_openais_and_read_as_the_same_input() -> None:
     assert told_items(items_of(told), b"other") == told
 
 
+def test_an_id_that_came_before_is_not_listed_again() -> None:
+    given = [{"id": "msg_1", "role": "user", "content": text} for text in "abc"]
+    told = told_items(items_of(given), NAME)
+    ids = [item["id"] for item in told]
+    assert ids[0] == "msg_1"
+    assert len(set(ids)) == len(ids)
+    seen, after = [], ""
+    while len(seen) < len(ids):
+        (one,), _ = page(told, limit=1, descending=False, after=after, before="")
+        seen.append(one["content"][0]["text"])
+        after = one["id"]
+    assert seen == ["a", "b", "c"]
+
+
 def test_a_page_of_items() -> None:
     items = [{"id": str(number)} for number in range(5)]
 

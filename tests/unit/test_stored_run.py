@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway import keyed_run
 from services.gateway.keyed_run import Begun
 from services.gateway.stored_request import StoredRequest
 from services.gateway.stored_run import EVENTS_A_RUN, StoredRun, first_event
@@ -26,8 +27,11 @@ class _Session:
 class _Policy:
     def __init__(self) -> None:
         self.states: list[str] = []
+        self.away = False
 
     async def write(self, write: i.IdempotencyWrite) -> i.IdempotencyWritten:
+        if self.away:
+            raise Unavailable("policy is away")
         self.states.append(write.state)
         return i.IdempotencyWritten(held=True)
 
@@ -69,6 +73,18 @@ async def test_what_cannot_go_on_stays_only_if_its_client_counts_on_it(
     made._begun = Begun(made._begun.response) if begun else None
     await made.release(Unavailable("away"))
     assert policy.states == [state]
+
+
+async def test_what_policy_did_not_hear_of_is_let_go_of_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_run, "LATE_PAUSE_S", 0.01)
+    policy = _Policy()
+    made, _ = stored_run(policy, background=True, run=2)
+    made._begun, policy.away = None, True
+    await made.release(Unavailable("away"))
+    assert policy.states == []
+    policy.away = False
+    await made.kept()
+    assert policy.states == [i.OPEN]
 
 
 def test_events_of_runs_have_numbers_of_their_own() -> None:

@@ -2,9 +2,13 @@
 -- KEYS: record, parts, index, bytes, input (see idempotency_claim)
 -- ARGV: request id, writer, run, life (s), number of the first part, parts ...
 -- Returns 1, 0 when another run has the record or it is gone, -1 when parts before the first one are missing.
-local found = redis.call('HMGET', KEYS[1], 'id', 'owner', 'run')
+-- Of one that has ended all of it is here, and lives as long as the rest.
+local found = redis.call('HMGET', KEYS[1], 'id', 'owner', 'run', 'state')
 if found[1] ~= ARGV[1] or found[2] ~= ARGV[2] or found[3] ~= ARGV[3] then
   return 0
+end
+if found[4] == 'done' then
+  return 1
 end
 local first, held = tonumber(ARGV[5]), redis.call('LLEN', KEYS[5])
 if held < first then
