@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from services.gateway.dialect import CHUNKS, Dialect
 from services.gateway.service import GatewayService
-from shared.contracts.errors import InvalidInput
+from shared.contracts.errors import InvalidInput, QuotaExceeded
 from shared.contracts.messages import Identity
 from shared.ingress.openai_schema import GenerationRequest
 from shared.ingress.request_plan import RequestPlan, make_plan
@@ -24,13 +24,17 @@ async def tokenized(
     identity: Identity,
     dialect: Dialect = CHUNKS,
 ) -> PlansOf:
-    """Tokenized; what is wrong with the parameters the plans tell when they are made. Raises InvalidInput."""
+    """Tokenized; what is wrong with the parameters the plans tell when they are made.
+
+    Raises InvalidInput, or QuotaExceeded for more prompts than may ever run at once.
+    """
     with service.telemetry.tracer.start_as_current_span("gateway.tokenize") as tokenize:
         try:
             prompts = await model.codec.encode(parsed)
         except InvalidInput as error:
             raise dialect.named(error) from error
         tokenize.set_attribute(a.PROMPT_TOKENS, sum(map(len, prompts)))
+    _check_prompts(len(prompts), identity)
 
     def plans_of(seed: int) -> list[RequestPlan]:
         try:
@@ -42,3 +46,14 @@ async def tokenized(
             raise dialect.named(error) from error
 
     return plans_of
+
+
+def _check_prompts(count: int, identity: Identity) -> None:
+    """Each prompt takes a place of its own: where all of them never fit, none is begun."""
+    limit = min(filter(None, (identity.limits.max_parallel, identity.key_max_parallel)), default=count)
+    if count > limit:
+        raise QuotaExceeded(
+            f"the request's {count} prompts alone are above your limit of {limit} requests at once",
+            param="prompt",
+            code="request_too_large",
+        )

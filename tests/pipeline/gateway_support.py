@@ -153,7 +153,7 @@ class Backend:
         self.authentications += 1
         for key, tenant in KEYS.items():
             if hashlib.sha256(key.encode()).digest() == delivery.message.key_hash:
-                return m.Identity(tenant=TenantId(tenant), key_id=key, admin=tenant == "admin")
+                return m.Identity(tenant=TenantId(tenant), key_id=key, admin=tenant == "admin", limits=self.limits)
         return m.Refusal(error=to_wire(Unauthenticated("the API key is not known")))
 
     async def _admit(self, delivery: Delivery) -> m.Granted | m.Refusal:

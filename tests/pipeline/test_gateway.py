@@ -14,6 +14,7 @@ from shared.bus.bus import NO_RESPONDERS
 from shared.bus.memory_bus import MemoryBroker
 from shared.contracts import subjects
 from shared.contracts.errors import Overloaded, QuotaExceeded, Unavailable
+from shared.contracts.grants import Limits
 from shared.contracts.ids import TenantId
 from shared.contracts.messages import PolicyEvent, SpanBatch
 from shared.contracts.parts import SpanRecord
@@ -132,6 +133,18 @@ async def test_refusals_have_their_status_also_when_streamed(knob: str, error: A
         if knob != "policy_refuses":
             (settle,) = await stack.settled()
             assert (settle.prompt_tokens, settle.completion_tokens, settle.finish) == (0, 0, "error")
+
+
+async def test_more_prompts_than_may_run_at_once_are_refused_before_one_is_begun() -> None:
+    async with gateway_stack(Backend(MemoryBroker(), limits=Limits(max_parallel=2))) as stack:
+        refused = await stack.client.post("/v1/completions", json=completion(["a", "b", "c"]), headers=HEADERS)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (429, "request_too_large", "prompt")
+        assert "retry-after" not in refused.headers
+        assert stack.backend.admits == []
+        served = await stack.client.post("/v1/completions", json=completion(["a", "b"]), headers=HEADERS)
+        assert len(served.json()["choices"]) == 2
+        await stack.settled(2)
 
 
 async def test_without_policy_or_scheduler_it_is_503() -> None:
