@@ -97,7 +97,8 @@ class DirectClient(Client):
             asking.set_result(msg)
 
     def write(self, subject: str, payload: bytes, reply: str = "", headers: Mapping[str, str] | None = None) -> bool:
-        """Give the socket a message. False: others wait before it, the server takes no more, or it is not well formed.
+        """Give the socket a message. False: others wait before it, the server takes no more or is gone, or it is not
+        well formed.
 
         A message that is not well formed is left to the library, which refuses it.
         """
@@ -109,8 +110,8 @@ class DirectClient(Client):
         if writer is None or not fits:
             return False
         socket = writer.transport
-        if socket.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            return False
+        if socket.is_closing() or socket.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            return False  # one that was just lost is known to the client a turn of the loop later
         if headers is None:
             command = pub_cmd(subject, reply, payload)
         elif (lines := _header_lines(headers)) is not None:
@@ -140,7 +141,7 @@ class DirectClient(Client):
         if not isinstance(transport, TcpTransport) or (writer := transport._io_writer) is None:
             return False
         socket = writer.transport
-        if socket.get_write_buffer_size() or socket.is_closing() or (number := self._number_of(socket)) < 0:
+        if socket.is_closing() or socket.get_write_buffer_size() or (number := self._number_of(socket)) < 0:
             return self.write(subject, payload)
         command = b"%b%d\r\n%b\r\n" % (head, len(payload), payload)
         self.stats["out_msgs"] += 1
@@ -187,8 +188,9 @@ class DirectClient(Client):
             await self._process_op_err(unexpected)
         except (OSError, nats.errors.ProtocolError) as exc:
             await self._process_op_err(exc)
-        except Exception:
+        except Exception as exc:  # a connection that nobody reads would look sound for minutes
             log.exception("reading from NATS failed")
+            await self._process_op_err(exc)
         finally:
             reader.stop()
 
@@ -197,17 +199,12 @@ class DirectClient(Client):
         if sub is None:  # it was ended
             return True
         take: object = sub._future
-        if not isinstance(take, AtOnce) or sub._max_msgs:
+        if not isinstance(take, AtOnce) or sub._max_msgs or (headers and not headers.startswith(PLAIN_HEADERS)):
             return False
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(payload)
         sub._received += 1
-        if not headers:
-            found = None
-        elif headers.startswith(PLAIN_HEADERS):
-            found = self._parse_header_lines(headers[len(PLAIN_HEADERS) :])
-        else:
-            return False
+        found = self._parse_header_lines(headers[len(PLAIN_HEADERS) :]) if headers else None
         take.set_result(Msg(self, subject.decode(), reply.decode(), payload, found, _sid=sid))
         return True
 

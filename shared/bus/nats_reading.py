@@ -123,9 +123,8 @@ class DirectReader(asyncio.Protocol):
 
     def _one(self, start: int, end: int) -> int:
         """The command whose line is here: where the next one begins; `start` while its payload is not whole."""
-        words = bytes(self._buffer[start:end]).split()
-        kind = words[0] if words else b""
-        if kind not in (b"MSG", b"HMSG"):
+        words = bytes(self._buffer[start:end]).split(b" ")  # a subject may hold other blanks
+        if (kind := words[0]) not in (b"MSG", b"HMSG"):
             self._hand_on(start, end + 2)
             return end + 2
         sizes = 1 if kind == b"MSG" else 2

@@ -60,8 +60,9 @@ class Engine:
             everything ready, so that who wakes by that does not wait for the interpreter.
 
     Attributes:
-        on_drawn: what each step of a stretch but its last drew, at once, by the executor thread; `on_updates` tells it
-            again when the stretch has ended. There are stretches only if both `again` and this are given.
+        on_drawn: what each step of a stretch drew that another was begun behind, at once, by the executor thread;
+            `on_updates` tells it again when the stretch has ended. There are stretches only if both `again` and this
+            are given.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command | Done | Zeroed | Stop] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[StepPlan | Blocks | Stop] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[Launched | Zeroing | Stop] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards _closed against a command posted while the planner leaves
+        self._lock = threading.Lock()  # between who posts, and a planner that begins a stretch or leaves
         self._closed = False
         self._stopping = False
         self._interrupted = False  # a stretch has to end with the step it is at
@@ -165,7 +166,7 @@ class Engine:
         with self._lock:
             if not self._closed:
                 self._inbox.put(Command(run, refuse))
-                if at_once:  # behind the put: who begins a stretch sees one of the two
+                if at_once:  # both under the lock: a mark that came late would end the stretch behind this order
                     self._interrupted = True
                 return future
         refuse()
@@ -281,8 +282,9 @@ class Engine:
     def _may_stretch(self) -> bool:
         if self._again is None or self.on_drawn is None or self._batcher.is_stretching:
             return False
-        self._interrupted = False  # before the look: what is posted from now on raises it
-        return self._inbox.empty()
+        with self._lock:  # what is posted from now on raises it
+            self._interrupted = False
+            return self._inbox.empty()
 
     def _publish(self) -> None:
         updates, self._news = self._news, []

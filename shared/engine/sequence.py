@@ -225,9 +225,10 @@ class Sequence:
     @property
     def most_steps(self) -> int:
         """Steps it could go through with nobody planning in between; 0: its next step is not a plain decode."""
-        if not self._plain or self.num_pending_tokens != 1 or self.num_computed_tokens < max(1, self._furthest):
+        known = max(len(self.spec.token_ids), self._furthest)
+        if not self._plain or self.num_pending_tokens != 1 or self.num_computed_tokens < known:
             return 0
-        return self._most - len(self.tokens) - self.num_placeholders if self.num_scheduled_tokens else 0
+        return self._most - len(self.tokens) - self.num_placeholders
 
     def unplan(self, steps: int) -> None:
         """So many steps of its stretch in flight, the last ones, were not computed."""

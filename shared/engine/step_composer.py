@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 
 from shared.engine.batcher_config import BatcherConfig
@@ -147,14 +147,17 @@ class _Lazily:
         return self._found
 
 
-def _wants(behind: Iterable[tuple[Sequence, int]], chunk_size: int) -> list[PrefillWant]:
-    """What of each sequence a step could compute, in this order. Those that are scored share SCORED_CHUNK."""
-    wants, left = list[PrefillWant](), SCORED_CHUNK
+def _wants(behind: Seq[tuple[Sequence, int]], chunk_size: int) -> list[PrefillWant]:
+    """What of each sequence a step could compute, in this order. Those that are scored share SCORED_CHUNK, tenants
+    evenly: else the short prompts of one would keep another's out of every step."""
+    scored = {seq.spec.tenant for seq, _ in behind if seq.spec.num_scored}
+    left = dict.fromkeys(scored, max(1, SCORED_CHUNK // max(1, len(scored))))
+    wants = list[PrefillWant]()
     for seq, count in behind:
-        most = min(count, chunk_size)
+        tenant, most = seq.spec.tenant, min(count, chunk_size)
         if seq.spec.num_scored:
-            most = min(most, left)
-            left -= most
+            most = min(most, left[tenant])
+            left[tenant] -= most
         if most:
-            wants.append(PrefillWant(seq.spec.seq_id, seq.spec.tenant, seq.spec.weight, most))
+            wants.append(PrefillWant(seq.spec.seq_id, tenant, seq.spec.weight, most))
     return wants

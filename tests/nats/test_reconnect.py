@@ -79,6 +79,26 @@ async def test_everything_goes_on_after_a_restart_of_nats(own_nats_server: NatsS
         assert later >= term
 
 
+async def test_a_fault_while_reading_is_taken_for_a_lost_connection(
+    own_nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect_bus(own_nats_server.url, "a") as bus:
+        heard: list[str] = []
+        await bus.subscribe("tell", Note, lambda delivery: heard.append(delivery.message.text))
+        parse, faults = bus._client._ps.parse, [ValueError("boom")]
+
+        async def faulty(data: bytes = b"") -> None:
+            if faults:
+                raise faults.pop()
+            await parse(data)
+
+        monkeypatch.setattr(bus._client._ps, "parse", faulty)
+        await bus._client._send_ping()
+        await until(lambda: bus._client.stats["reconnects"] == 1 and bus.connected)
+        await bus.publish("tell", Note(text="hello"))
+        await until(lambda: heard == ["hello"])
+
+
 async def _asked(bus: NatsBus, note: Note) -> Note:
     """The answer; the server may hear of who answers a moment behind who asks."""
     async with asyncio.timeout(30):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from nats.aio.transport import TcpTransport
 
 from shared.bus.nats_client import DirectClient, _header_lines, _is_name
 
@@ -23,3 +26,24 @@ def test_a_subject_that_is_none_is_not_written(subject: str) -> None:
 
 async def test_nothing_is_written_without_a_connection() -> None:
     assert not DirectClient().write("a", b"x")
+
+
+class Gone:
+    """A socket's transport between its end and the client's hearing of it, as uvloop's is."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("the handler is closed")
+
+
+async def test_a_connection_that_was_just_lost_is_not_written_to() -> None:
+    client, transport = DirectClient(), TcpTransport()
+    transport._io_writer = SimpleNamespace(transport=Gone())  # type: ignore[assignment]
+    client._transport, client._status = transport, DirectClient.CONNECTED
+    assert not client.write("a", b"x")
+    assert not client.write_at_once("a", b"x")

@@ -20,6 +20,7 @@ SENT = b"".join(
         b"MSG js 7 3\r\nabc\r\n",
         b"-ERR 'Permissions Violation for Publish to \"x\"'\r\n",
         b"HMSG c 2 _INBOX.y %d %d\r\n%s\r\n" % (len(HEADERS), len(HEADERS), HEADERS),
+        b"MSG a\x0b3 1 2\r\nhi\r\n",  # one subject, not two words
         b"MSG a.b 1 0\r\n\r\n",
     )
 )
@@ -31,6 +32,7 @@ TOLD: list[Told | bytes] = [
     b"MSG js 7 3\r\nabc\r\n",
     b"-ERR 'Permissions Violation for Publish to \"x\"'\r\n",
     (2, b"c", b"_INBOX.y", HEADERS, b""),
+    (1, b"a\x0b3", b"", b"", b"hi"),
     (1, b"a.b", b"", b"", b""),
 ]
 

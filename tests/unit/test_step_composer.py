@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shared.contracts.ids import TenantId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher
 from shared.engine.batcher_config import BatcherConfig
@@ -44,3 +45,21 @@ def test_prompts_that_are_scored_share_the_rows_of_logits_there_are() -> None:
             tokens[row.seq_id] += len(row.token_ids)
         commit(batcher, plan)
     batcher.check()
+
+
+def test_a_tenants_prompts_that_are_scored_keep_nobody_elses_out() -> None:
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    batcher = batcher_with(token_budget=512, depth=0)
+
+    def reserve(name: str, prompt: int) -> None:
+        spec = SequenceSpec(name, tuple(range(prompt)), prompt, scored, tenant=TenantId(name[0]))
+        batcher.reserve(spec)
+
+    reserve("b", 3 * SCORED_CHUNK)
+    for number in range(6):
+        reserve(f"a{number}", SCORED_CHUNK)
+        plan = planned(batcher)
+        assert {row.seq_id: len(row.token_ids) for row in plan.sequences}["b"] == SCORED_CHUNK // 2
+        assert sum(len(row.scored) for row in plan.sequences) <= SCORED_CHUNK
+        commit(batcher, plan)
+    assert not batcher.holds("b")

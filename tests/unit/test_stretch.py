@@ -57,6 +57,18 @@ def test_all_who_decode_go_on_for_as_long_as_the_first_of_them_may() -> None:
     batcher.check()
 
 
+def test_the_last_token_of_a_prompt_is_no_decode() -> None:
+    """The first token is told as one: by a step's own update."""
+    batcher = make_batcher(stretch_s=10.0, token_budget=8)
+    batcher.reserve(make_spec("a", 9, 40))
+    for start, count in ((0, 8), (8, 1)):
+        plan = batcher.plan(may_stretch=True)
+        assert plan is not None
+        assert (plan.repeats, plan.sequences[0].start, plan.num_tokens) == (1, start, count)
+        batcher.commit(output_of(plan, constant(50)) if count == 1 else StepOutput(plan.step, ((),)))
+    assert stretch(batcher).repeats > 1
+
+
 def test_what_a_stretch_did_not_come_to_is_not_counted() -> None:
     batcher = ready(3)
     (update,) = batcher.commit(output_of(stretch(batcher), constant(51), repeats=5))
@@ -176,12 +188,13 @@ class Going(FakeRunner):
 
     def again(self, ready: Callable[[], object]) -> Sequence[int] | None:
         assert self._plan is not None
+        fault = self.fault  # as it was before anybody heard of this step
         ready()
         self.at.release()
         if not self.free:
             assert self.go.acquire(timeout=WAIT_S)
-        if self.fault is not None:
-            raise self.fault
+        if fault is not None:
+            raise fault
         self._done += 1
         rows = self._plan.sequences
         return [made_up_token(0, row.start + self._done, range(1000, 9000)) for row in rows]
