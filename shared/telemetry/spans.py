@@ -1,8 +1,8 @@
 """Spans behind OpenTelemetry's interface that cost little while a request waits: what is told of one is kept as it is.
 
 The library's own are checked, copied and locked at each attribute, some twenty times a request in every service. What
-ours lack is not used here: samplers, limits of each span, a description of its status, and an exception's text, which
-may quote a prompt.
+ours lack is not used here, and what asks for it changes nothing: samplers, kinds, limits of each span, attributes of
+events, a description of its status, and an exception's text, which may quote a prompt.
 """
 
 from __future__ import annotations
