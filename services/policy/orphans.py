@@ -34,23 +34,27 @@ class Orphans:
         self._kept = kept
         self._watch = watch
         self._clock = clock
-        self._offered: dict[RequestId, float] = {}
+        self._offered: dict[RequestId, float] = {}  # when last
 
     async def sweep(self) -> None:
         """Offer those that nobody runs. Raises Unavailable when Redis does not answer; call again then."""
-        now = self._clock()
-        self._offered = {name: at for name, at in self._offered.items() if now - at < AGAIN_S}
-        runs = [run for run in await self._kept.in_background() if self._is_free(run, now)][:MAX_AT_ONCE]
+        now, found = self._clock(), await self._kept.in_background()
+        self._offered = {run.request_id: at for run in found if (at := self._offered.get(run.request_id)) is not None}
+        # those that wait longest first, so that many that nobody can take leave others their turn
+        runs = sorted((run for run in found if self._is_free(run, now)), key=self._offered_s)[:MAX_AT_ONCE]
         self._offered |= {run.request_id: now for run in runs}
         await asyncio.gather(*map(self._offer, runs))
 
     def _is_free(self, run: BackgroundRun, now: float) -> bool:
-        if run.request_id in self._offered:
+        if now - self._offered_s(run) < AGAIN_S:
             return False
         if run.owner is None:
             return True
         self._watch.heard_of(run.owner, now)  # it may have died before this process began
         return self._watch.lost(run.owner, now)
+
+    def _offered_s(self, run: BackgroundRun) -> float:
+        return self._offered.get(run.request_id, float("-inf"))
 
     async def _offer(self, run: BackgroundRun) -> None:
         ask = r.ResponseAdopt(key_hash=run.key_hash, request_id=run.request_id)

@@ -83,3 +83,10 @@ async def test_so_many_at_once() -> None:
     assert await world.sweeps(1) == 8
     assert await world.sweeps(2) == 12
     assert len(set(world.offers)) == 20
+
+
+async def test_many_that_nobody_can_take_leave_others_their_turn() -> None:
+    world = _World(*(run(number) for number in range(100)))
+    world.refused = Overloaded("full")
+    await world.sweeps(13)
+    assert len(set(world.offers)) == 100
