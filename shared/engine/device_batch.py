@@ -181,7 +181,7 @@ class BatchWriter:
 
         Raises:
             ValueError: the plan breaks its contract, waits for a token that the last step did not draw, or names a
-                token outside the vocabulary or a block outside the pool.
+                token outside the vocabulary, be it only to score it, or a block outside the pool.
         """
         if shape != self._shape:
             self._shape = shape
@@ -190,6 +190,8 @@ class BatchWriter:
             self._nothing_special = False
         for sequence in plan.sequences:
             check_sequence(sequence, self._groups)
+            if sequence.scored and not 0 <= min(sequence.scored) <= max(sequence.scored) < self._vocab_size:
+                raise ValueError(f"{sequence.seq_id} scores a token id outside [0, {self._vocab_size})")
         self._write_rows(plan, samples)
         self._write_sampling(plan)
         self._write_special(plan, lines)

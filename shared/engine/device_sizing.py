@@ -110,6 +110,8 @@ class Steps:
         self._compiles_by_rows = model.compiles_by_rows
         stream = DeviceStream(model.device)
         compute = DeviceCompute(model, groups, pools, limits)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)  # buffers are zeroed on another stream than reads them
         captures = self._samples and model.device.type == "cuda"
         self._graphs = DecodeGraphs(stream, compute.decode, compute.draw) if captures else None
         if self._graphs is not None:

@@ -271,7 +271,7 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
     if options.fake:
         from shared.engine.worker_fake import open_fake
 
-        return open_fake(options, worker)
+        return open_fake(replace(options, device="cpu"), worker)  # its pool is a file, whatever is asked for
     device = _device(options)
     if device == "cuda":
         from shared.engine.device_worker import open_device_engine

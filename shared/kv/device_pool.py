@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -62,11 +62,6 @@ class DevicePool:
     def views(self) -> tuple[KvView, ...]:
         """Per group what kernels read."""
         return device_views(self.bytes, self.layout)
-
-    def zero_blocks(self, group: int, ids: Iterable[int]) -> None:
-        """Overwrite blocks with zeros, in the order of the current stream."""
-        for block_id in ids:
-            self.tensor(group, block_id).zero_()
 
     def close(self) -> None:
         """Remove the file, free the memory, let go of the lock. Idempotent. No view may be used afterwards."""

@@ -34,7 +34,7 @@ from shared.model.device_weights import DeviceWeights, LayerWeights, load_weight
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
-ROW_CLASSES = (16, 32, 64, 256)
+ROW_CLASSES = (16, 32, 64, 128, 256)
 """Rows of a step for which our own products, experts' included, are compiled apart: up to each of these."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FUSED_HIDDEN = 2048

@@ -140,6 +140,8 @@ def test_what_draws_look_at_beside_the_logits() -> None:
     [
         (make("a", 0, (100,), (1,)), "token id outside"),
         (make("a", 0, (-2,), (1,)), "token id outside"),
+        (make("a", 0, (1,), (1,), sampling=None, scored=(100,)), "scores a token id outside"),
+        (make("a", 0, (1,), (1,), sampling=None, scored=(-1,)), "scores a token id outside"),
         (make("a", 0, (1,), (20,)), "block outside"),
         (make("a", 0, (1,), (-1,)), "block outside"),
         (make("a", 8, (1,), (1,)), "do not cover"),

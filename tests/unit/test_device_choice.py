@@ -14,8 +14,9 @@ import kernels.testing  # noqa: F401 - decides how Triton's kernels are made, be
 
 # isort: split
 from kernels.dispatch import UnknownKernels, choose, choose_device, triton_digest
+from shared.contracts.attempt import Attempt
 from shared.contracts.errors import SettingsError, Unavailable
-from shared.contracts.ids import WorkerId
+from shared.contracts.ids import Dispatch, Epoch, RequestId, WorkerId
 from shared.engine.device_runner import DeviceLost
 from shared.engine.device_sizing import MARGIN_BYTES, pool_budget
 from shared.engine.device_stream import DeviceStream
@@ -25,6 +26,7 @@ from shared.engine.worker_engine import WorkerOptions, open_worker_engine
 from shared.kv import device_memory
 from shared.kv.device_pool import PoolHandle, read_handle
 from shared.kv.device_spans import span_of, zero_rest_on_device
+from shared.kv.digest import DIGEST_BYTES
 from shared.kv.layout import LayerGroup, PoolLayout
 
 GIB = 1 << 30
@@ -189,3 +191,13 @@ def test_a_changed_triton_kernel_is_another_build(tmp_path: Path) -> None:
     kernel.rename(tmp_path / "norm" / "triton_other.py")
     assert triton_digest(tmp_path) != found[0]
     assert choose("triton").build.endswith(f"-{triton_digest()}-reference")
+
+
+def test_a_fake_worker_computes_on_no_gpu_even_where_one_is_asked_for(tmp_path: Path) -> None:
+    core = open_worker_engine(WorkerOptions(tmp_path, tmp_path, device="cuda", fake=True), WorkerId("decode-1"))
+    try:
+        assert core.open_transport().path == "shared_memory"
+        (digest,) = core.digest_blocks(Attempt(RequestId("r-1"), Epoch(1), Dispatch(1)), [(0, 0, 1, 0)])
+        assert len(digest) == DIGEST_BYTES
+    finally:
+        core.stop(1.0)
