@@ -73,7 +73,7 @@ def logits_of(tokens: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 class TableModel:
     """What a worker needs of a model."""
 
-    dtype, device = torch.float32, DEVICE
+    dtype, device, compiles_by_rows = torch.float32, DEVICE, False
     weights = SimpleNamespace(head=True)
     config = SimpleNamespace(
         num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=64, vocab_size=VOCAB, family=SimpleNamespace(windows=())
