@@ -59,9 +59,9 @@ def test_all_who_decode_go_on_for_as_long_as_the_first_of_them_may() -> None:
 
 def test_the_last_token_of_a_prompt_is_no_decode() -> None:
     """The first token is told as one: by a step's own update."""
-    batcher = make_batcher(stretch_s=10.0, token_budget=8)
-    batcher.reserve(make_spec("a", 9, 40))
-    for start, count in ((0, 8), (8, 1)):
+    batcher = make_batcher(stretch_s=10.0, token_budget=12)
+    batcher.reserve(make_spec("a", 13, 40))
+    for start, count in ((0, 12), (12, 1)):
         plan = batcher.plan(may_stretch=True)
         assert plan is not None
         assert (plan.repeats, plan.sequences[0].start, plan.num_tokens) == (1, start, count)
