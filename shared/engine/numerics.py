@@ -29,8 +29,14 @@ def numerics_id(dtype: str, kernels: KernelChoice, quant: Quant = NONE, kv_dtype
     kind = f"{dtype}-{quant.name}.{RULE}" if quant.bits else dtype
     if kv_dtype not in ("", dtype):
         kind += f"-kv.{kv_dtype}"
-    where = f"cuda{torch.version.cuda}" if kernels.triton else _instruction_set()
+    where = _graphics() if kernels.triton else _instruction_set()
     return f"{FORMAT}-{kernels.build}-{where}-{kind}-{tiles}-torch{torch.__version__}"
+
+
+def _graphics() -> str:
+    """CUDA's version and the current card's architecture, whose tensor cores sum in an order of their own."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else ()
+    return f"cuda{torch.version.cuda}" + (f"-sm{''.join(map(str, capability))}" if capability else "")
 
 
 def _instruction_set() -> str:

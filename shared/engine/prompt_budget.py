@@ -12,8 +12,8 @@ from shared.engine.step_time import StepTimeModel
 LEAST = 16
 """Prompt tokens that a step takes whatever the target says, so that prompts go on."""
 NO_TARGET = ItlTarget()
-AUTO_TARGET = ItlTarget(least_s=0.047, times=1.2, times_each=0.075)
-"""21 tokens a second are more than anybody reads. Where decoding is slower than that, a step with prompts takes longer
+AUTO_TARGET = ItlTarget(least_s=0.039, times=1.0, times_each=0.075)
+"""25 tokens a second are more than anybody reads. Where decoding is slower than that, a step with prompts takes longer
 than one without, and the more so the more are there: then more wait for their first token, more prompts must come
 through for as many to end, and fewer steps are cheaper. `loadtest.itl` shows what other figures do."""
 

@@ -108,8 +108,8 @@ class EngineSettings(Section):
     )
     itl_target_ms: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
-        description="longest step while tokens stream, milliseconds, kept by smaller chunks; 0: no limit; auto: 47, or "
-        "1.2 times a step without prompts and 0.075 more for each sequence, whichever is longer",
+        description="longest step while tokens stream, milliseconds, kept by smaller chunks; 0: no limit; auto: 39, or "
+        "a step without prompts and 0.075 of it more for each sequence, whichever is longer",
     )
     chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.policy.ingress_watch import IngressWatch
-from services.policy.orphans import AGAIN_S, Orphans
+from services.policy.orphans import AGAIN_S, MOST_AGAIN_S, Orphans
 from services.policy.responses import BackgroundRun
 from shared.bus.bus import NO_RESPONDERS
 from shared.contracts import response_messages as r
@@ -70,6 +70,11 @@ async def test_what_was_refused_is_offered_again_later() -> None:
     world.refused = Overloaded("full")
     assert await world.sweeps(int(AGAIN_S)) == 1
     assert await world.sweeps(int(AGAIN_S)) == 1
+    assert await world.sweeps(int(7 * AGAIN_S)) == 2  # after twice as long, and twice that
+    assert await world.sweeps(3600) == 8, "its 30 runs are to last for hours"
+    world.refused = None
+    await world.sweeps(int(MOST_AGAIN_S))
+    assert await world.sweeps(int(2 * AGAIN_S)) == 2, "one that was taken begins anew"
 
 
 async def test_where_there_is_no_gateway_it_is_offered_at_once_to_the_first() -> None:

@@ -69,6 +69,17 @@ def test_native_kernels_that_depend_on_company_are_caught(
         report.require_exact()
 
 
+def test_numerics_id_tells_cards_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = {numerics_id("bfloat16", KernelChoice("cublas", triton="b"))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        ids.add(numerics_id("bfloat16", KernelChoice("cublas", triton="b")))
+    assert len(ids) == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert len({numerics_id("bfloat16", KernelChoice("reference")), *ids}) == 4
+
+
 def test_numerics_id_tells_dtypes_and_kernels_apart() -> None:
     ids = {numerics_id(d, KernelChoice(k)) for d in ("float32", "bfloat16") for k in ("reference", "onednn")}
     assert len(ids) == 4
