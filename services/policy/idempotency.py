@@ -27,7 +27,8 @@ MAX_PART_BYTES = 256 * 1024
 _REPLY_FIELDS = 8
 
 _LUA = Path(__file__).with_name("lua")
-_CLAIM, _WRITE = ((_LUA / f"idempotency_{name}.lua").read_text() for name in ("claim", "write"))
+_KEPT, *_PARTS = ((_LUA / f"idempotency_{name}.lua").read_text() for name in ("kept", "claim", "write"))
+_CLAIM, _WRITE = (_KEPT + part for part in _PARTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,24 +5,7 @@
 --       ('' = none), 1 to make none, known run, known parts, most parts to answer, most records of the tenant,
 --       most bytes of the tenant with which a record is made ('' = any)
 -- Returns {outcome, run, owner, seed, created (s), sealed committed tokens, number of parts, request id, parts ...}
-local now = tonumber(redis.call('TIME')[1])
 local found = redis.call('HMGET', KEYS[1], 'body', 'state', 'owner')
-
-local function forget(id)
-  local bytes = redis.call('HGET', KEYS[4], id)
-  if bytes then
-    redis.call('HINCRBY', KEYS[4], 'total', -tonumber(bytes))
-    redis.call('HDEL', KEYS[4], id)
-  end
-end
-
-local function sweep()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now)) do
-    forget(id)
-    forget(id .. ':in')
-  end
-  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
-end
 
 local function record(outcome)
   local is = redis.call('HMGET', KEYS[1], 'run', 'owner', 'seed', 'created', 'committed', 'id')

@@ -7,23 +7,6 @@
 -- Where the parts would be too many bytes, none of this run's are kept: it ends as one without an answer.
 local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state', 'id', 'unkept', 'cancel')
 local state, unkept = ARGV[4], found[5]
-local now = tonumber(redis.call('TIME')[1])
-
-local function forget(id)
-  local bytes = redis.call('HGET', KEYS[4], id)
-  if bytes then
-    redis.call('HINCRBY', KEYS[4], 'total', -tonumber(bytes))
-    redis.call('HDEL', KEYS[4], id)
-  end
-end
-
-local function sweep()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now)) do
-    forget(id)
-    forget(id .. ':in')
-  end
-  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
-end
 
 if state == 'refused' and found[4] ~= ARGV[1] then
   return 1
