@@ -1,17 +1,16 @@
 """Every answer of a gateway that a test sees is held to OpenAI's document, whoever asked for it and however.
 
-Answers are taken at two places: where a gateway in this process gives them to its connections, and where a client in
-this process, those of OpenAI's and Anthropic's libraries included, reads them from a gateway elsewhere. They are judged
-behind the test that saw them, outside of its event loop and its times; a fault fails that test. What was judged is told
-at the end of the run.
+Answers are taken where gateways give them to their connections (`answer_tap`): those of this process, and those that
+tests start (`answer_files`). Of a gateway that is neither, a container's, they are taken where a client in this
+process, those of OpenAI's and Anthropic's libraries included, reads them. They are judged behind the test that saw
+them, outside of its event loop and its times; a fault fails that test. What was judged is told at the end of the run.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Generator, Iterator
 from functools import wraps
 from typing import Any
 
@@ -19,111 +18,67 @@ import httpx
 import httpx2
 import pytest
 
-from tests import openai_oracle
+from tests import answer_files, openai_oracle
+from tests.answer_tap import PUBLIC, Answer, Taking, watch_gateways
 
-MAX_BODY_BYTES = 16 << 20
 MAX_TOLD = 10
-PUBLIC = "/v1/"
-REQUEST_ID = b"x-request-id"
-
-
-@dataclass
-class Answer:
-    """One answer as far as it came. `whole`: nothing is missing at its end."""
-
-    method: str
-    path: str
-    status: int = 0
-    kind: str = ""
-    body: bytearray = field(default_factory=bytearray)
-    whole: bool = False
-
-    @property
-    def judged(self) -> bool:
-        """Whether it can be looked at: of what broke off, only a stream's events."""
-        stream = self.kind.startswith("text/event-stream")
-        return self.method != "HEAD" and len(self.body) < MAX_BODY_BYTES and (self.whole or stream)
 
 
 class Watch:
     """Answers that were seen and not yet judged."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: answer_files.AnswerReader) -> None:
+        self._elsewhere = elsewhere
         self._lock = threading.Lock()
-        self._seen: list[Answer] = []
-        self._taken: set[bytes] = set()  # request ids of answers that were taken at a gateway
+        self._given: list[Answer] = []
+        self._read: list[Answer] = []
+        self._request_ids: set[str] = set()
+        """Of answers that were taken at a gateway."""
+        self.only_read = 0
+        """How many answers were taken where a client read them, as their gateway could not be watched."""
 
-    def add(self, answer: Answer) -> None:
-        with self._lock:
-            self._seen.append(answer)
+    def take(self, method: str, path: str) -> Taking:
+        """An answer that a gateway of this process gives."""
+        return Answer(method, path, keep=self._give)
 
-    def took(self, headers: dict[bytes, bytes]) -> None:
-        """An answer with these headers is taken where it is given."""
+    def add_read(self, answer: Answer) -> None:
+        """An answer that a client of this process read."""
         with self._lock:
-            self._taken.add(headers.get(REQUEST_ID, b""))
-
-    def was_taken(self, request_id: str) -> bool:
-        """Whether an answer that a client now reads was; asked once for each."""
-        with self._lock:
-            found = request_id.encode() in self._taken
-            self._taken.discard(request_id.encode())
-        return found
+            self._read.append(answer)
 
     def faults(self) -> list[str]:
         """Of all that came since this was asked last."""
         with self._lock:
-            seen, self._seen = self._seen, []
-        return [fault for answer in seen if answer.judged for fault in self._judge(answer)]
+            given, self._given, read, self._read = self._given, [], self._read, []
+        # a client's answer was written by its gateway before, so this comes after those
+        given += self._elsewhere.answers()
+        self._request_ids |= {answer.request_id for answer in given} | self._elsewhere.request_ids()
+        read = [answer for answer in read if answer.request_id not in self._request_ids]
+        self.only_read += len(read)
+        return [fault for answer in given + read if answer.judged for fault in self._judge(answer)]
+
+    def told(self) -> str:
+        """What was judged; empty when nothing was."""
+        kinds = ", ".join(f"{name} {count}" for name, count in openai_oracle.answers.most_common() if name)
+        told = f"{openai_oracle.values.total()} values and events of answers, {kinds}" if kinds else ""
+        return f"{told}; {self.only_read} only where a client read them" if told and self.only_read else told
+
+    def _give(self, answer: Answer) -> None:
+        with self._lock:
+            self._given.append(answer)
 
     def _judge(self, answer: Answer) -> list[str]:
+        body = bytes(answer.content)
         try:
-            found = openai_oracle.all_faults(answer.method, answer.path, answer.status, answer.kind, bytes(answer.body))
+            found = openai_oracle.all_faults(answer.method, answer.path, answer.status, answer.kind, body)
         except (ValueError, KeyError, TypeError) as exc:
             found = [f"cannot be read as one of OpenAI's: {exc!r}"]
         return [f"{answer.method} {answer.path} {answer.status}: {fault}" for fault in found]
 
 
-WATCH = Watch()
+WATCH = Watch(answer_files.AnswerReader(answer_files.folder()))
 
-# ---------------------------------------------------------------------------------------------- where they are taken
-
-
-def watch_gateways() -> None:
-    """Take the answers of gateways that this process serves from now on."""
-    from services.gateway.server import Listener
-
-    original = Listener.closing
-
-    @wraps(original)
-    def closing(self: Listener, app: Any) -> Any:
-        return _tapped(original(self, app))
-
-    Listener.closing = closing  # type: ignore[method-assign]
-
-
-def _tapped(app: Any) -> Any:
-    async def wrapped(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(PUBLIC):
-            await app(scope, receive, send)
-            return
-        answer = Answer(scope["method"], scope["path"])
-
-        def sending(message: Any) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                headers = dict(message["headers"])
-                answer.status, answer.kind = message["status"], headers.get(b"content-type", b"").decode()
-                WATCH.took(headers)
-            else:
-                answer.body += message.get("body", b"")
-                answer.whole = not message.get("more_body", False)
-            return send(message)  # type: ignore[no-any-return]
-
-        try:
-            await app(scope, receive, sending)
-        finally:
-            WATCH.add(answer)
-
-    return wrapped
+# ---------------------------------------------------------------------------------------------- what clients read
 
 
 def watch_clients(library: Any) -> None:
@@ -143,10 +98,11 @@ def watch_clients(library: Any) -> None:
 
 
 def _watched(request: Any, response: Any) -> Any:
-    """A response whose body is taken as it is read, unless it is no gateway's or is taken there."""
+    """A response whose body is taken as it is read, unless it is no gateway's."""
     path, request_id = request.url.path, response.headers.get("x-request-id", "")
-    if path.startswith(PUBLIC) and request_id and not WATCH.was_taken(request_id):
-        answer = Answer(request.method, path, response.status_code, response.headers.get("content-type", ""))
+    if path.startswith(PUBLIC) and request_id:
+        answer = Answer(request.method, path, keep=WATCH.add_read)
+        answer.head(response.status_code, response.headers.get("content-type", ""), request_id)
         response.stream = _Read(response.stream, answer)
     return response
 
@@ -157,22 +113,22 @@ class _Read(httpx.SyncByteStream, httpx.AsyncByteStream, httpx2.SyncByteStream, 
 
     def __iter__(self) -> Iterator[bytes]:
         for part in self._stream:
-            self._answer.body += part
+            self._answer.body(part, whole=False)
             yield part
         self._answer.whole = True
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._stream:
-            self._answer.body += part
+            self._answer.body(part, whole=False)
             yield part
         self._answer.whole = True
 
     def close(self) -> None:
-        WATCH.add(self._answer)
+        self._answer.over()
         self._stream.close()
 
     async def aclose(self) -> None:
-        WATCH.add(self._answer)
+        self._answer.over()
         await self._stream.aclose()
 
 
@@ -188,7 +144,7 @@ def pytest_runtest_setup() -> None:
     global _gateways_watched
     # a test that needs no gateway does not load one
     if not _gateways_watched and "services.gateway.server" in sys.modules:
-        watch_gateways()
+        watch_gateways(WATCH.take)
         _gateways_watched = True
 
 
@@ -206,7 +162,5 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    told = ", ".join(f"{name} {count}" for name, count in openai_oracle.answers.most_common() if name)
-    if told:
-        values = openai_oracle.values.total()
-        terminalreporter.write_line(f"held to OpenAI's document: {values} values and events of answers, {told}")
+    if told := WATCH.told():
+        terminalreporter.write_line(f"held to OpenAI's document: {told}")

@@ -78,6 +78,35 @@ ROUTES: tuple[tuple[str, str, str, str], ...] = (
     ("POST", "/v1/batches/[^/]+/cancel", "Batch", ""),
 )
 """Method, path, whole answer and stream event."""
+OF_LINES = {
+    "chat.completion": "CreateChatCompletionResponse",
+    "text_completion": "CreateCompletionResponse",
+    "response": "Response",
+}
+"""Schemas of the bodies in a batch's output, by their `object`; the document has none for the lines themselves."""
+LINE = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "custom_id": {"type": ["string", "null"]},  # null: of a line that has none
+        "response": {
+            "type": ["object", "null"],
+            "properties": {"status_code": {"type": "integer"}, "request_id": {"type": "string"}, "body": True},
+            "required": ["status_code", "request_id", "body"],
+            "additionalProperties": False,
+        },
+        "error": {
+            "type": ["object", "null"],
+            "properties": {"code": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["code", "message"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["id", "custom_id", "response", "error"],
+    "additionalProperties": False,
+}
+"""A line of a batch's output, as OpenAI's reference has it."""
+_CONTENT = re.compile("/v1/files/[^/]+/content")
 _ROUTES = [(method, re.compile(path), *names) for method, path, *names in ROUTES]
 answers: Counter[str] = Counter()
 values: Counter[str] = Counter()
@@ -196,6 +225,8 @@ def all_faults(method: str, path: str, status: int, content_type: str, body: byt
     """What OpenAI's document does not allow in an answer. Of a stream that broke off, whole events are looked at."""
     if not path.startswith("/v1/") or path.startswith("/v1/messages"):
         return []  # none of OpenAI's
+    if _CONTENT.fullmatch(path) and status < 400:
+        return _lines_faults(body)
     whole, event = names_of(method, path)
     stream = content_type.startswith("text/event-stream")
     if not stream and not content_type.startswith("application/json"):
@@ -224,6 +255,32 @@ def _stream_faults(name: str, body: bytes) -> list[str]:
         event, constants = _read(data)
         own = event_schemas()[event["type"]] if name == "ResponseStreamEvent" and "type" in event else name
         found += constants + faults(event, "ErrorResponse" if "error" in event and "type" not in event else own)
+    return found
+
+
+@functools.cache
+def _line_validator() -> Any:
+    return jsonschema_rs.Draft202012Validator(LINE)
+
+
+def _lines_faults(body: bytes) -> list[str]:
+    """Of a file that is a batch's output; there is nothing to hold another to."""
+    found: list[str] = []
+    for text in body.splitlines():
+        try:
+            line, constants = _read(text)
+        except ValueError:
+            return []
+        if not (isinstance(line, dict) and {"custom_id", "response", "error"} <= line.keys()):
+            return []
+        answers["line of a batch"] += 1
+        found += constants + [
+            f"a line at {_place(error)}: {error.message[:300]}" for error in _line_validator().iter_errors(line)
+        ]
+        if not found and (response := line["response"]) is not None:
+            value = response["body"]
+            failed = response["status_code"] >= 400
+            found += faults(value, "ErrorResponse" if failed else OF_LINES[value["object"]])
     return found
 
 

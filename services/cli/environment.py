@@ -29,6 +29,8 @@ TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MACHINES = ("x86_64", "aarch64")
 GPU_VARIABLE = "BATON_EXTRAS"
+PATH_VARIABLE = "BATON_PYTHONPATH"
+"""More folders that every process imports from, behind ours, such as a profiler's with a `sitecustomize`."""
 EXIT_SETUP = 3
 HEARTBEAT_S = 15.0
 
@@ -78,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nbaton: set-up interrupted; the next start begins it anew", file=sys.stderr)
         return 130
-    os.environ["PYTHONPATH"] = str(ROOT)
+    # what else the user has on PYTHONPATH is meant for another Python
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get(PATH_VARIABLE))))
     # -P: a folder named `services` where the user happens to be must not win over ours.
     return os.execv(python, [str(python), "-P", "-m", "services.cli", *argv])
 

@@ -22,6 +22,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from shared.contracts.subjects import SERVICES
+from tests.answer_watch import WATCH
 from tests.compose import observing
 from tests.compose.project import Project
 from tests.stack.running import MODEL, until
@@ -328,6 +329,8 @@ def main(argv: Sequence[str]) -> int:
             project.build()
         for name, step in steps.items():
             print(f"{name:<10} {step(project)}", flush=True)
+        assert not (faults := WATCH.faults()), f"OpenAI's document does not allow what was answered: {faults}"
+        print(f"{'answers':<10} held to OpenAI's document: {WATCH.told()}")
     except Exception:
         print(project.logs()[-8000:], file=sys.stderr)
         traceback.print_exc()

@@ -20,6 +20,7 @@ import pytest
 
 from services.cli.state import StateFolder
 from shared.settings.load import ROOT
+from tests import answer_files
 from tests.servers import NatsServer, RedisServer
 
 COMMAND = (sys.executable, "-m", "services.cli")
@@ -33,7 +34,8 @@ class Stack:
         self.env = {
             name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "NATS_", "REDIS_"))
         }
-        self.env |= {"BATON_STATE": str(folder), "PYTHONPATH": str(ROOT)}
+        self.env |= {"BATON_STATE": str(folder), **answer_files.environment()}
+        self.env["PYTHONPATH"] = f"{ROOT}:{answer_files.TAP}"
 
     def run(self, *argv: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
         command = [*COMMAND, *argv]

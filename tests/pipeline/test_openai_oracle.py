@@ -15,7 +15,8 @@ from llm_comply.schema import SpecLoader
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 
 from shared.bus.memory_bus import MemoryBroker
-from tests import answer_watch, openai_oracle
+from tests import openai_oracle
+from tests.answer_tap import tapped
 from tests.answer_watch import WATCH
 from tests.pipeline.gateway_support import MODEL, Backend, completion, http_stack
 from tests.pipeline.test_gateway_connections import connect, request
@@ -76,7 +77,7 @@ async def test_what_a_gateway_of_this_process_answers_is_watched() -> None:
         ("POST", "/v1/messages", 0),
         ("POST", "/other", 0),
     ):
-        await answer_watch._tapped(app)({"type": "http", "method": method, "path": path}, None, taken)
+        await tapped(app, WATCH.take)({"type": "http", "method": method, "path": path}, None, taken)
         assert len(WATCH.faults()) == count, path
 
 

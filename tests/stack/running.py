@@ -19,6 +19,7 @@ from openai import OpenAI
 
 from services.cli.state import StackRecord, StateFolder
 from shared.settings.load import ROOT
+from tests import answer_files
 
 UP_S, DOWN_S, POLL_S = 150.0, 60.0, 0.1
 MODEL = "smollm2-135m-instruct"
@@ -50,7 +51,8 @@ class Baton:
         self.temporary = self.folder.with_name(f"{self.folder.name}-tmp")
         self.temporary.mkdir(parents=True, exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "NATS_", "REDIS_"))}
-        self.env = kept | {"BATON_STATE": str(self.folder), "TMPDIR": str(self.temporary)} | self.more_env
+        own = {"BATON_STATE": str(self.folder), "TMPDIR": str(self.temporary)}
+        self.env = kept | own | answer_files.environment() | self.more_env
 
     # ---------------------------------------------------------------------------------------- commands
 
