@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import choose, choose_device
-from kernels.linear.quantize import QUANTS
+from kernels.linear.quantize import GPU_QUANTS
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device_compute import DeviceCompute, StepLimits
@@ -233,7 +233,7 @@ def make_model(
     name: str, device: torch.device, fuse: bool | None = None, quant: str = "none", exact: bool = False
 ) -> DeviceDecoder:
     """A random model of a known shape, computing in bfloat16."""
-    config, kept = parse_config(SHAPES[name], Path(name)), QUANTS[quant]
+    config, kept = parse_config(SHAPES[name], Path(name)), GPU_QUANTS[quant]
     weights = load_weights(config, RandomTensors(config, device), device, torch.bfloat16, quant=kept)
     return DeviceDecoder(config, weights, choose("triton"), fuse, kept, exact)
 
@@ -267,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--fuse", choices=("auto", "always", "never"), default="auto", help="products with norms in them for a few rows"
     )
-    parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
+    parser.add_argument("--quant", choices=tuple(GPU_QUANTS), default="none", help="of the weights (default none)")
     parser.add_argument("--kv", choices=("auto", *KV_SETTINGS), default="auto", help="of KV (default bfloat16)")
     parser.add_argument("--exact", action="store_true", help="products of exact pools")
     parser.add_argument("--profile", action="store_true", help="time by kernel")

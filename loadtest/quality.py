@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import UnknownKernels, choose
-from kernels.linear.quantize import QUANTS
+from kernels.linear.quantize import GPU_QUANTS
 from loadtest.machine import this_machine
 from shared.contracts.errors import BatonError, Internal, SettingsError
 from shared.contracts.ids import WorkerId
@@ -85,6 +85,8 @@ ALL_ON_GPU = (
     Configuration(ON_GPU, "bfloat16"),
     Configuration(ON_GPU, "bfloat16", "int8"),
     Configuration(ON_GPU, "bfloat16", "int4"),
+    Configuration(ON_GPU, "bfloat16", "w8a8"),
+    Configuration(ON_GPU, "bfloat16", "fp8"),
     Configuration(ON_GPU, "bfloat16", kv="int8"),
     Configuration(ON_GPU, "bfloat16", "int8", kv="int8"),
 )
@@ -268,7 +270,7 @@ def main(argv: Sequence[str]) -> int:
         folder = model_folder(options.model, cache, _say) if options.model else fetch_default_model(cache, _say)
         kv = KV_SETTINGS.get(options.kv, options.kv)
         one = Configuration(options.kernels, options.dtype, options.quant, kv)
-        all_of_them = ALL_ON_GPU if options.kernels == ON_GPU else ALL
+        all_of_them = _all_on_gpu() if options.kernels == ON_GPU else ALL
         wanted = all_of_them if options.all else (one,)
         keep = SHIPPED if options.ship else own_results(cache_dir(os.environ))
         records = measure(folder, wanted, threads)
@@ -283,6 +285,13 @@ def main(argv: Sequence[str]) -> int:
     print(f"{folder.name}, {records[0].model}; {machine.cpu}, {machine.date}\n")
     print("\n".join(lines_of(records)))
     return 0
+
+
+def _all_on_gpu() -> tuple[Configuration, ...]:
+    """Without float8 where the card has none."""
+    from loadtest.quality_device import has_float8
+
+    return tuple(one for one in ALL_ON_GPU if one.quant != "fp8" or has_float8())
 
 
 def _memory_folder() -> str | None:
@@ -302,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", type=Path, metavar="PATH", help="a model folder or .gguf file (default: the default model)"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
-    parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of the weights (default none)")
+    parser.add_argument("--quant", choices=tuple(GPU_QUANTS), default="none", help="of the weights (default none)")
     parser.add_argument("--kv", choices=(SAME, *KV_SETTINGS), default=SAME, help="of its KV (default: as it computes)")
     parser.add_argument("--kernels", choices=("native", "torch", ON_GPU), default="native", help="default native")
     parser.add_argument("--all", action="store_true", help="every configuration that could be a default")

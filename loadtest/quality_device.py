@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.attention.triton_attention import plan_attention
 from kernels.chip import capability
+from kernels.linear.triton_kernel import FP8_CAPABILITY
 from shared.kv.device_spans import device_views
 from shared.kv.layout import KV_SETTINGS, SCALED, PoolLayout
 from shared.model.config import layer_groups
@@ -22,6 +23,11 @@ def load_on_device(folder: Path, wanted: Configuration) -> DeviceDecoder:
     """Raises SettingsError: there is no GPU, or the model cannot be computed so."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return load_device_decoder(folder, wanted.dtype, device, quant=wanted.quant)
+
+
+def has_float8() -> bool:
+    """Whether the card multiplies float8."""
+    return capability(torch.device("cuda" if torch.cuda.is_available() else "cpu")) >= FP8_CAPABILITY
 
 
 class DeviceReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 from kernels.activation.triton_kernel import GATES, gate_mul
 from kernels.embedding.triton_kernel import embed
 from kernels.linear.triton_few_rows import few_rows_linear
-from kernels.linear.triton_kernel import linear
+from kernels.linear.triton_kernel import linear, quantize_rows
 from kernels.linear.triton_weights import DeviceWeight, Kind, plain
 from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm, rms_norm_heads
@@ -84,6 +85,10 @@ def _linear(make: Make) -> Iterator[Variant]:
                 name = f"linear-{kind}{f'-{group}' if group else ''}-{rows}-{out_features}"
                 weight, x = _weight(kind, group, out_features), torch.empty(rows, HIDDEN, dtype=_BF16)
                 yield make(name, lambda x=x, weight=weight: linear(x, weight), _unpacks(kind), **chips)
+    for dtype in (_BF16, torch.float32):
+        x, name = torch.empty(2, WIDTH, dtype=dtype), str(dtype)[6:]
+        yield make(f"quantize-rows-int8-{name}", lambda x=x: quantize_rows(x, torch.int8))
+        yield make(f"quantize-rows-fp8-{name}", lambda x=x: quantize_rows(x, _FP8), chips=_SM90)
     yield from _linear_of_workers(make)
 
 
@@ -101,23 +106,33 @@ def _linear_of_workers(make: Make) -> Iterator[Variant]:
                 yield make(name, lambda x=x, weight=weight: linear(x, weight), spills)
 
 
-def _minimum(out_features: int) -> DeviceWeight:
+def _minimum(out_features: int, in_features: int = HIDDEN) -> DeviceWeight:
     """As `from_minimum` packs groups of 32."""
-    weight, shape = _weight("int4", 32, out_features), (HIDDEN // 32, out_features)
+    weight, shape = _weight("int4", 32, out_features, in_features), (in_features // 32, out_features)
     return replace(weight, scales=torch.empty(shape, dtype=torch.float16), zeros=torch.empty(shape))
 
 
 def _few_rows(make: Make) -> Iterator[Variant]:
     """The products of a layer with what is fused into them, and the embedding they begin from."""
     x, norm, inner = torch.empty(1, HIDDEN, dtype=_BF16), torch.empty(HIDDEN, dtype=_BF16), torch.empty(1, WIDTH)
-    up, down = torch.empty(2 * WIDTH, HIDDEN, dtype=_BF16), torch.empty(HIDDEN, WIDTH, dtype=_BF16)
+    up, down = (plain(torch.empty(*shape, dtype=_BF16)) for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
     yield make("few-rows-norm", lambda: few_rows_linear(x, up, norm=norm, eps=1e-5))
     yield make("few-rows-norm-gate", lambda: few_rows_linear(x, up, norm=norm, eps=1e-5, gate="silu"))
     yield make("few-rows-add", lambda: few_rows_linear(inner.to(_BF16), down, residual=x))
-    eight, scales = _weight("int8", 0, 2 * WIDTH).data, torch.empty(2 * WIDTH)
-    yield make("few-rows-int8", lambda: few_rows_linear(x, eight, scales=scales, norm=norm, eps=1e-5, gate="silu"))
+    packed = {
+        "int8": _weight("int8", 0, 2 * WIDTH),
+        "fp8": _weight("fp8", 0, 2 * WIDTH),
+        "int4-32": _minimum(2 * WIDTH),
+    }
+    packed |= {f"int4-{group}": _weight("int4", group, 2 * WIDTH) for group in (64, 128)}
+    for name, weight in packed.items():
+        chips = {"chips": _SM90} if name == "fp8" else {}
+        call = functools.partial(few_rows_linear, x, weight, norm=norm, eps=1e-5, gate="silu")
+        yield make(f"few-rows-{name}", call, **chips)
+    four = _minimum(HIDDEN, WIDTH)
+    yield make("few-rows-int4-32-add", lambda: few_rows_linear(inner.to(_BF16), four, residual=x))
     ids = torch.zeros(1, dtype=torch.int32)
-    yield make("embedding", lambda: embed(ids, ids, ids, down, 2.0))
+    yield make("embedding", lambda: embed(ids, ids, ids, down.data, 2.0))
 
 
 def _unpacks(kind: str) -> bool:
@@ -145,11 +160,17 @@ def _weight(kind: Kind, group: int, out_features: int, in_features: int = HIDDEN
 
 def _experts(make: Make) -> Iterator[Variant]:
     yield make("experts-route", lambda: route(torch.empty(2, EXPERTS), 2))
-    for kind, group in (("plain", 0), ("int8", 0), ("int4", 128)):
+    for kind, group in (("plain", 0), ("int8", 0), ("int4", 128), ("w8a8", 0), ("fp8", 0)):
+        chips = {"chips": _SM90} if kind == "fp8" else {}
         up = _weight(kind, group, 2 * WIDTH, HIDDEN, EXPERTS)  # type: ignore[arg-type]
         down = _weight(kind, group, HIDDEN, WIDTH, EXPERTS)  # type: ignore[arg-type]
         for tokens in (2, 100, 1000):
-            yield make(f"experts-{kind}-{tokens}", lambda t=tokens, up=up, down=down: _mix(t, up, down), _unpacks(kind))
+            yield make(
+                f"experts-{kind}-{tokens}",
+                lambda t=tokens, up=up, down=down: _mix(t, up, down),
+                _unpacks(kind),
+                **chips,
+            )
 
 
 def _mix(tokens: int, up: DeviceWeight, down: DeviceWeight) -> Tensor:

@@ -4,12 +4,14 @@
     int4  value = scale[output, group] * integer + minimum[output, group], 0 to 15, groups of 32, 64 or 128 inputs;
           scale and minimum are float16: a Q4_1 block of GGUF is a group of 32
 
-Rows that are multiplied with them become 8-bit integers too, a scale for each group of inputs.
+Rows that are multiplied with them become 8-bit integers too, a scale for each group of inputs. On a GPU they stay
+floats, but for the formats that only GPUs have, whose rows become 8-bit values with one scale each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ class Quant:
     name: str
     bits: int = 0
     group: int = 0  # inputs of a row that share a scale; with 4 bits, of a weight too
+    on_gpu: Literal["", "w8a8", "fp8"] = ""  # of `triton_weights.Kind`, where only GPUs multiply so
 
     @property
     def head(self) -> Quant:
@@ -43,6 +46,8 @@ QUANTS = {
     quant.name: quant
     for quant in (NONE, INT8, Quant("int4", 4, 32), Quant("int4-g64", 4, 64), Quant("int4-g128", 4, 128))
 }
+GPU_QUANTS = QUANTS | {name: Quant(name, 8, on_gpu=name) for name in ("w8a8", "fp8")}
+"""Those, and what only GPUs multiply: 8-bit weights with 8-bit rows, integers or e4m3, a scale an output and a row."""
 
 
 class Unquantizable(ValueError):
@@ -89,7 +94,7 @@ class Int4Weight:
 
 def to_int8(weight: Tensor) -> Int8Weight:
     """[out, in] of any float dtype. Raises Unquantizable for NaN and infinities."""
-    values = _finite(weight)
+    values = finite(weight)
     scales = values.abs().amax(1) / 127
     integers = (values / _divisor(scales)[:, None]).round_().to(torch.int8)
     return Int8Weight(integers, scales)
@@ -101,7 +106,7 @@ def to_int4(weight: Tensor, group: int) -> Int4Weight:
     Raises:
         Unquantizable: NaN, infinities, or values outside float16.
     """
-    values = _finite(weight)
+    values = finite(weight)
     out_features, in_features = values.shape
     groups = -(-in_features // group)
     # what pads the last group must not widen its span
@@ -140,7 +145,8 @@ def spread(values: Tensor, group: int, in_features: int) -> Tensor:
     return values.repeat_interleave(group, dim=1)[:, :in_features]
 
 
-def _finite(weight: Tensor) -> Tensor:
+def finite(weight: Tensor) -> Tensor:
+    """The same in float32. Raises Unquantizable for NaN and infinities."""
     values = weight.float()
     if not bool(values.isfinite().all()):
         raise Unquantizable("a weight is not finite")

@@ -337,6 +337,12 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
     return y
 
 
+def check_float8(name: str, weight: DeviceWeight) -> None:
+    """Raise `KernelArgumentError` where a card does not multiply this weight's float8."""
+    if weight.kind == "fp8" and capability(weight.data.device) < FP8_CAPABILITY:
+        raise KernelArgumentError(f"{name} is float8_e4m3fn, whose products this card does not have; int8 ones it has")
+
+
 def whole_zeros(weight: DeviceWeight) -> bool:
     """Whether every zero of a weight is an integer, which is cheaper to take off."""
     return weight.zeros is None or weight.zeros.dtype == torch.uint8
@@ -347,8 +353,7 @@ def _check(x: Tensor, weight: DeviceWeight) -> None:
     check_dtype("x", x, *((weight.data.dtype,) if weight.kind == "plain" else FLOATS))
     check_rows("x", x)
     check_device("weight", weight.data, x)
-    if weight.kind == "fp8" and capability(x.device) < FP8_CAPABILITY:
-        raise KernelArgumentError("weight is float8_e4m3fn, whose products this card does not have; int8 ones it has")
+    check_float8("weight", weight)
     if weight.in_features > MAX_FEATURES:
         raise KernelArgumentError(f"x has shape {list(x.shape)}, expected at most [any, {MAX_FEATURES}]")
     if weight.kind == "int4":

@@ -81,9 +81,9 @@ def split_sum(
                     b_zero = tl.load(zero_ptr + o_s, mask=m_n & m_g, other=0.0).to(tl.float32)
                 else:
                     b_zero = tl.full([BLOCK_N], 8.0, tl.float32)
-                b_steps = _low_steps(b_q, b_zero, WHOLE_ZERO).to(b_low.dtype)
+                b_steps = low_steps(b_q, b_zero[:, None], WHOLE_ZERO).to(b_low.dtype)
                 b_part = tl.dot(b_steps, b_low, input_precision="ieee")
-                b_steps = _high_steps(b_q, b_zero, WHOLE_ZERO).to(b_low.dtype)
+                b_steps = high_steps(b_q, b_zero[:, None], WHOLE_ZERO).to(b_low.dtype)
                 b_part = tl.dot(b_steps, b_high, b_part, input_precision="ieee")
                 b_acc += b_part * b_scale[:, None]
     return b_acc
@@ -104,24 +104,25 @@ def _add_product(b_acc, b_w, b_x, ACC: tl.constexpr):
 
 
 @triton.jit
-def _low_steps(b_q, b_zero, WHOLE_ZERO: tl.constexpr):
-    """q - zero of the low nibbles as float32: the bits of 2**23 + q, from which one subtraction takes both off."""
+def low_steps(b_q, b_zero, WHOLE_ZERO: tl.constexpr):
+    """q - zero of the low nibbles as float32: the bits of 2**23 + q, from which one subtraction takes both off.
+    Zeros are of as many dimensions as the bytes."""
     b_bits = ((b_q.to(tl.int32) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True)
     if WHOLE_ZERO:
-        b_steps = b_bits - (b_zero + 8388608.0)[:, None]
+        b_steps = b_bits - (b_zero + 8388608.0)
     else:
-        b_steps = b_bits - 8388608.0 - b_zero[:, None]
+        b_steps = b_bits - 8388608.0 - b_zero
     return b_steps
 
 
 @triton.jit
-def _high_steps(b_q, b_zero, WHOLE_ZERO: tl.constexpr):
+def high_steps(b_q, b_zero, WHOLE_ZERO: tl.constexpr):
     """q - zero of the high nibbles: they stay where they are, 2**23 + 16 q, and the product with 1 / 16 is exact."""
     b_bits = ((b_q.to(tl.int32) & 0xF0) | 0x4B000000).to(tl.float32, bitcast=True)
     if WHOLE_ZERO:
-        b_steps = b_bits * 0.0625 - (b_zero + 524288.0)[:, None]
+        b_steps = b_bits * 0.0625 - (b_zero + 524288.0)
     else:
-        b_steps = b_bits * 0.0625 - 524288.0 - b_zero[:, None]
+        b_steps = b_bits * 0.0625 - 524288.0 - b_zero
     return b_steps
 
 

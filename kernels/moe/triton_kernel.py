@@ -24,7 +24,7 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.linear.triton_kernel import is_roomy, whole_zeros
+from kernels.linear.triton_kernel import check_float8, is_roomy, quantize_rows, whole_zeros
 from kernels.linear.triton_parts import finished, split_features, split_sum
 from kernels.linear.triton_weights import DeviceWeight
 
@@ -113,6 +113,7 @@ def sort_kernel(
 def grouped_linear_kernel(
     x_ptr,  # [rows, in_features], rows contiguous; pair i reads row i / TOP_K
     w_ptr, scale_ptr, zero_ptr,  # as split_sum, an expert after another
+    row_scale_ptr,  # [rows] float32, of rows of x, with HAS_ROW_SCALE
     order_ptr,  # [max_blocks * BLOCK_M] int32
     expert_ptr,  # [max_blocks] int32
     y_ptr,  # [num_pairs, out_features], written
@@ -128,6 +129,8 @@ def grouped_linear_kernel(
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     WHOLE_ZERO: tl.constexpr,
+    ACC: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
     HAS_COLUMN_SCALE: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -144,16 +147,18 @@ def grouped_linear_kernel(
     o_pair = tl.load(order_ptr + i_b * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # [BLOCK_M]
     m_m = o_pair < num_pairs
     scale_ptr += expert * scale_expert
-    b_sum = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    o_row = o_pair // TOP_K
+    b_sum = tl.zeros([BLOCK_N, BLOCK_M], dtype=ACC)
     for first in range(0, in_features, split):
         b_sum += split_sum(
-            x_ptr, w_ptr + expert * w_expert, scale_ptr, zero_ptr + expert * scale_expert, o_pair // TOP_K * x_row,
+            x_ptr, w_ptr + expert * w_expert, scale_ptr, zero_ptr + expert * scale_expert, o_row * x_row,
             m_m, o_n, m_n, first, tl.minimum(first + split, in_features), in_features, out_features, GROUP, HAS_ZERO,
-            WHOLE_ZERO, tl.float32, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
+            WHOLE_ZERO, ACC, EVEN_K, BLOCK_K, BLOCK_N, BLOCK_M,
         )  # fmt: skip
     b_y = finished(
-        tl.trans(b_sum), scale_ptr, scale_ptr, scale_ptr, o_pair, m_m, o_n, m_n, False, HAS_COLUMN_SCALE, False
-    )
+        tl.trans(b_sum), row_scale_ptr, scale_ptr, scale_ptr, o_row, m_m, o_n, m_n, HAS_ROW_SCALE, HAS_COLUMN_SCALE,
+        False,
+    )  # fmt: skip
     p_y = y_ptr + o_pair[:, None] * out_features + o_n[None, :]
     tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
@@ -191,7 +196,7 @@ def stacked(experts: Sequence[DeviceWeight]) -> DeviceWeight:
     """One weight a expert, all alike, as one: data, scales and zeros get the expert as their first dimension.
 
     Raises:
-        KernelArgumentError: they differ in form or shape, or have a bias, a permutation or quantized rows.
+        KernelArgumentError: they differ in form or shape, or have a bias or a permutation.
     """
     first = experts[0]
     for expert in experts:
@@ -201,8 +206,8 @@ def stacked(experts: Sequence[DeviceWeight]) -> DeviceWeight:
         if not same:
             raise KernelArgumentError(f"experts are {expert.kind} {list(expert.data.shape)} and {first.kind} "
                                       f"{list(first.data.shape)}, expected all alike")  # fmt: skip
-        if expert.kind not in ("plain", "int8", "int4") or expert.bias is not None or expert.permutation is not None:
-            raise KernelArgumentError(f"expert is {expert.kind}, expected plain, int8 or int4 without bias or order")
+        if expert.bias is not None or expert.permutation is not None:
+            raise KernelArgumentError(f"an expert of {expert.kind} has a bias or an order of its own, expected none")
     scales = [expert.scales for expert in experts if expert.scales is not None]
     zeros = [expert.zeros for expert in experts if expert.zeros is not None]
     return replace(
@@ -313,8 +318,12 @@ def experts(
 def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top_k: int) -> Tensor:
     """Each pair's row of x times its expert's matrix: [num_pairs, out_features]."""
     y = torch.empty((num_pairs, weight.out_features), dtype=x.dtype, device=x.device)
+    row_scales: Tensor | None = None
+    if weight.kind in ("w8a8", "fp8"):
+        x, row_scales = quantize_rows(x, weight.data.dtype)
     large = pairs.block_m == 128
-    block_n = 128 if large else 64
+    # sums of float8 are held three times over
+    block_n = 128 if large and weight.kind != "fp8" else 64
     block_k = 32 if weight.data.dtype == torch.float32 else 64 if weight.kind == "plain" else 128
     scales = x if weight.scales is None else weight.scales
     stages = 4 if not large else 3 if is_roomy(x.device) else 2
@@ -326,6 +335,7 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
         w_ptr=weight.data,
         scale_ptr=scales,
         zero_ptr=x if weight.zeros is None else weight.zeros,
+        row_scale_ptr=x if row_scales is None else row_scales,
         order_ptr=pairs.order,
         expert_ptr=pairs.expert_of_block,
         y_ptr=y,
@@ -341,7 +351,9 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
         GROUP=weight.group,
         HAS_ZERO=weight.zeros is not None,
         WHOLE_ZERO=whole_zeros(weight),
-        HAS_COLUMN_SCALE=weight.kind == "int8",
+        ACC=tl.int32 if weight.kind == "w8a8" else tl.float32,
+        HAS_ROW_SCALE=row_scales is not None,
+        HAS_COLUMN_SCALE=weight.kind not in ("plain", "int4"),
         EVEN_K=weight.in_features % block_k == 0,
         BLOCK_K=block_k,
         BLOCK_N=block_n,
@@ -356,6 +368,8 @@ def _check(x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, ids: Tensor, sh
     check_shape("x", x, None, gate_up.in_features)
     check_dtype("x", x, *((gate_up.data.dtype,) if gate_up.kind == "plain" else FLOATS))
     check_rows("x", x)
+    check_float8("gate_up", gate_up)
+    check_float8("down", down)
     if (down.in_features, down.out_features) != (gate_up.out_features // 2, gate_up.in_features):
         raise KernelArgumentError(f"down is [{down.out_features}, {down.in_features}], expected "
                                   f"[{gate_up.in_features}, {gate_up.out_features // 2}]")  # fmt: skip

@@ -26,7 +26,7 @@ from shared.model.gguf_folder import folder_of, is_gguf
 from shared.model.quality_gate import AUTO, SAME, Configuration, open_gate
 from shared.settings.load import read_settings, settings_file
 from shared.settings.models import served_models
-from shared.settings.sections import ModelEntry, Settings
+from shared.settings.sections import GPU_ONLY, ModelEntry, Settings
 
 TIMEOUT_S = 5.0
 
@@ -70,6 +70,8 @@ def kernels(settings: Settings, env: Mapping[str, str]) -> Finding:
     on_gpu = settings.engine.device != "cpu" and has_gpu()
     if settings.kv.dtype == "fp8" and not on_gpu:
         return Finding("kernels", FAIL, "kv.dtype 'fp8' needs a GPU", "set kv.dtype to int8 or auto")
+    if not on_gpu and (wanted := next((q for e in served_models(settings) if (q := e.quant) in GPU_ONLY), None)):
+        return Finding("kernels", FAIL, f"quant {wanted!r} needs a GPU", "set quant to int8 or none")
     needed = not on_gpu and any(entry.quant != "none" for entry in served_models(settings))
     bad = FAIL if needed or (settings.kv.dtype == "int8" and not on_gpu) else WARN
     instead = "none needed: torch computes instead, more slowly"

@@ -11,7 +11,7 @@ from services.cli.cores import has_gpu
 from shared.contracts.errors import SettingsError
 from shared.model.fetch import cache_dir
 from shared.settings.models import kv_conflict, quant_conflict, served_models
-from shared.settings.sections import Settings
+from shared.settings.sections import GPU_ONLY, Settings
 
 
 def prepare_kernels(
@@ -33,6 +33,10 @@ def prepare_kernels(
     for model in models:
         if conflict := quant_conflict(settings, model):
             raise SettingsError(f"quant {model.quant!r} of {model.name} {conflict}", param="engine.quant")
+        if model.quant in GPU_ONLY and not (settings.workers.fake or has_gpu()):
+            raise SettingsError(
+                f"quant {model.quant!r} of {model.name} needs a GPU, and there is none here", param="engine.quant"
+            )
     if conflict := kv_conflict(settings):
         raise SettingsError(f"kv.dtype {settings.kv.dtype!r} {conflict}", param="kv.dtype")
     if settings.kv.dtype == "fp8" and not (settings.workers.fake or has_gpu()):

@@ -19,7 +19,7 @@ from kernels.activation import silu_mul
 from kernels.attention import AttentionPlan, attention, plan_attention
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.linear import padded_rows
-from kernels.linear.quantize import NONE, QUANTS, Quant, Unquantizable
+from kernels.linear.quantize import GPU_QUANTS, NONE, QUANTS, Quant, Unquantizable
 from kernels.native.compiler import NativeUnavailable
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
@@ -236,6 +236,8 @@ def load_decoder(
     """
     if dtype not in (AUTO, *DTYPES):
         raise SettingsError(f"dtype {dtype!r} is none of {AUTO}, {', '.join(DTYPES)}", param="dtype")
+    if quant in GPU_QUANTS.keys() - QUANTS.keys():
+        raise SettingsError(f"quant {quant!r} needs a GPU, and a CPU computes here", param="quant")
     if quant not in QUANTS:
         raise SettingsError(f"quant {quant!r} is none of {', '.join(QUANTS)}", param="quant")
     integers = QUANTS[quant]

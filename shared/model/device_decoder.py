@@ -17,11 +17,12 @@ from torch import Tensor
 from kernels.activation.triton_kernel import Gate, gate_mul
 from kernels.attention.triton_attention import TritonPlan, attend
 from kernels.attention.triton_tuning import HEAD_DIMS
+from kernels.chip import capability
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.embedding.triton_kernel import embed
-from kernels.linear.quantize import NONE, QUANTS, Quant
+from kernels.linear.quantize import GPU_QUANTS, NONE, Quant
 from kernels.linear.triton_few_rows import MAX_ROWS, few_rows_linear
-from kernels.linear.triton_kernel import linear
+from kernels.linear.triton_kernel import FP8_CAPABILITY, linear
 from kernels.linear.triton_weights import DeviceWeight
 from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm
@@ -65,7 +66,7 @@ class DeviceDecoder:
 
     Args:
         fuse: whether steps of a few rows run norms, gates and residuals within matrix products; None = where it pays.
-            Never with integers of four bits, nor with `exact`.
+            Never with `exact`, nor where inputs of a weight have an order of their own.
         quant: how `weights` are kept.
         exact: multiply by kernels whose rows do not depend on how many there are: then no bit of a row does.
     """
@@ -91,7 +92,7 @@ class DeviceDecoder:
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, torch.float32).to(self.device)
         self._offset = 1.0 if family.norm_offset else 0.0
         self._gate: Gate = "gelu_tanh" if family.gelu else "silu"
-        can_fuse = not (family.post_norms or family.num_experts or quant.bits == 4 or exact)
+        can_fuse = not (family.post_norms or family.num_experts or exact or weights.reordered)
         self._fused = can_fuse and (config.hidden_size <= FUSED_HIDDEN if fuse is None else fuse)
         # rounded as the checkpoint's own code rounds it
         scale = torch.tensor(config.hidden_size**0.5).to(self.dtype).item()
@@ -232,17 +233,7 @@ class DeviceDecoder:
         residual: Tensor | None = None,
     ) -> Tensor:
         eps, offset = self.config.rms_norm_eps, self._offset
-        return few_rows_linear(
-            x,
-            weight.data,
-            weight.bias,
-            scales=weight.scales,
-            norm=norm,
-            eps=eps,
-            offset=offset,
-            gate=gate,
-            residual=residual,
-        )
+        return few_rows_linear(x, weight, norm=norm, eps=eps, offset=offset, gate=gate, residual=residual)
 
 
 def load_device_decoder(
@@ -254,25 +245,32 @@ def load_device_decoder(
         dtype: compute dtype; the checkpoint may hold another.
         device: "cuda", or "cpu" in Triton's interpreter.
         with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
-        quant: a key of `QUANTS`: how the weights of layers are kept, and by its `head` the output head's.
+        quant: a key of `GPU_QUANTS`: how the weights of layers are kept, and by its `head` the output head's.
         exact: see `DeviceDecoder`.
 
     Raises:
         SettingsError: folder, dtype or quant cannot be used, or the kernels cannot run there.
     """
-    if quant not in QUANTS:
-        raise SettingsError(f"quant {quant!r} is none of {', '.join(QUANTS)}", param="quant")
+    if quant not in GPU_QUANTS:
+        raise SettingsError(f"quant {quant!r} is none of {', '.join(GPU_QUANTS)}", param="quant")
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)} on a GPU", param="dtype")
     try:
         choice = choose("triton")
     except UnknownKernels as exc:
         raise SettingsError(str(exc), param="kernels") from exc
-    config = load_config(folder)
+    place, config, kept = torch.device(device), load_config(folder), GPU_QUANTS[quant]
+    _require_float8(kept, place)
     _require_sizes(config, folder)
     with Weights(folder, config) as weights:
-        loaded = load_weights(config, weights, torch.device(device), DTYPES[dtype], with_head, QUANTS[quant])
-    return DeviceDecoder(config, loaded, choice, quant=QUANTS[quant], exact=exact)
+        loaded = load_weights(config, weights, place, DTYPES[dtype], with_head, kept)
+    return DeviceDecoder(config, loaded, choice, quant=kept, exact=exact)
+
+
+def _require_float8(quant: Quant, device: torch.device) -> None:
+    if quant.on_gpu == "fp8" and capability(device) < FP8_CAPABILITY:
+        has, needs = ("sm_{}{}".format(*pair) for pair in (capability(device), FP8_CAPABILITY))
+        raise SettingsError(f"quant 'fp8' needs {needs} or newer, this GPU is {has}: w8a8 works on it", param="quant")
 
 
 def _require_sizes(config: ModelConfig, folder: Path) -> None:

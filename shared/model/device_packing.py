@@ -1,6 +1,6 @@
-"""A checkpoint's matrices as the integers a GPU multiplies by: those a CPU's native kernels hold too.
+"""A checkpoint's matrices as what a GPU multiplies by: the integers a CPU's native kernels hold too, or float8.
 
-One setting stands for one set of weights wherever it computes; rows that are multiplied with them stay floats here.
+One setting stands for one set of weights wherever it computes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.linear.quantize import Int4Weight, Quant, to_int4, to_int8
-from kernels.linear.triton_weights import DeviceWeight, from_minimum
+from kernels.linear.quantize import Int4Weight, Quant, finite, to_int4, to_int8
+from kernels.linear.triton_weights import DeviceWeight, Kind, fp8_channels, from_minimum
 
 
 def packed(parts: Sequence[Tensor | Int4Weight], quant: Quant, bias: Tensor | None = None) -> DeviceWeight:
@@ -23,14 +23,17 @@ def packed(parts: Sequence[Tensor | Int4Weight], quant: Quant, bias: Tensor | No
         bias: [out], of any float dtype.
 
     Raises:
-        Unquantizable: a part has no such integers.
+        Unquantizable: a part is not finite, or has no such integers.
         KernelArgumentError: its inputs are no whole groups.
     """
+    if quant.on_gpu == "fp8":
+        return fp8_channels(torch.cat([finite(_floats(part)) for part in parts]), bias)
     if quant.bits == 8:
         eights = [to_int8(_floats(part)) for part in parts]
         integers, scales = (torch.cat(each) for each in zip(*((e.integers, e.scales) for e in eights), strict=True))
         out_features, in_features = integers.shape
-        return DeviceWeight("int8", integers, in_features, out_features, scales=scales, bias=bias)
+        kind: Kind = quant.on_gpu or "int8"
+        return DeviceWeight(kind, integers, in_features, out_features, scales=scales, bias=bias)
     fours = [_in_fours(part, quant.group) for part in parts]
     integers, scales, minima = (
         torch.cat(each) for each in zip(*((f.integers, f.scales, f.minima) for f in fours), strict=True)

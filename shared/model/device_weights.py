@@ -69,6 +69,12 @@ class DeviceWeights:
         """Bytes of weights that a step of few rows reads: all but the embedding, of which it reads a row a token."""
         return sum(_bytes(part) for part in (*self.layers, self.norm, self.head))
 
+    @property
+    def reordered(self) -> bool:
+        """Whether some weight's inputs are not in the order of its rows of x."""
+        parts = [part for layer in self.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return any(part is not None and part.permutation is not None for part in parts)
+
 
 def load_weights(
     config: ModelConfig,

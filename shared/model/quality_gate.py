@@ -52,8 +52,8 @@ class Configuration:
     """What decides how a model's logits are rounded.
 
     `kernels` is the family that computes, "native" or "torch": its builds and instruction sets are held to one another
-    by tests. `quant` is a key of `kernels.linear.quantize.QUANTS`: whoever raises RULE there measures anew. `kv` is the
-    dtype KV is kept in, if another than what is computed in.
+    by tests. `quant` is a key of `kernels.linear.quantize.GPU_QUANTS`: whoever raises RULE there measures anew. `kv` is
+    the dtype KV is kept in, if another than what is computed in.
     """
 
     kernels: str

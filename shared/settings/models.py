@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shared.contracts.errors import SettingsError
-from shared.settings.sections import ModelEntry, Settings
+from shared.settings.sections import GPU_ONLY, ModelEntry, Settings
 
 MAX_POOL_CHARS = 40
 _SHORT_FORM = ("name", "path", "dtype", "pool", "generation_config", "tools", "reasoning")
@@ -60,17 +60,25 @@ def for_model(settings: Settings, entry: ModelEntry) -> Settings:
 
 def quant_conflict(settings: Settings, model: ModelEntry) -> str:
     """Why the weights of one of `served_models` cannot be integers with these settings; "" for no reason."""
+    if model.quant in GPU_ONLY:
+        return _gpu_conflict(settings)
     return "" if model.quant in (None, "none") else _integers_conflict(settings)
 
 
 def kv_conflict(settings: Settings) -> str:
     """Why KV cannot be of 8 bits with these settings; "" for no reason."""
-    engine = settings.engine
-    if settings.kv.dtype == "fp8" and not settings.workers.fake:
-        if engine.kernels not in ("auto", "triton"):
-            return f"needs a GPU, not engine.kernels = {engine.kernels!r}"
-        return "needs a GPU, not engine.device = 'cpu'" if engine.device == "cpu" else ""
+    if settings.kv.dtype == "fp8":
+        return _gpu_conflict(settings)
     return _integers_conflict(settings) if settings.kv.dtype == "int8" else ""
+
+
+def _gpu_conflict(settings: Settings) -> str:
+    engine = settings.engine
+    if settings.workers.fake:
+        return ""
+    if engine.kernels not in ("auto", "triton"):
+        return f"needs a GPU, not engine.kernels = {engine.kernels!r}"
+    return "needs a GPU, not engine.device = 'cpu'" if engine.device == "cpu" else ""
 
 
 def _integers_conflict(settings: Settings) -> str:

@@ -17,8 +17,10 @@ _DTYPE = "weights and KV; auto: the fastest whose quality passed for the model, 
 _TOOLS = "how it calls tools; auto: as its chat template says, else as Hermes does"
 _REASONING = "whether it thinks between <think> tags first; auto: as its chat template says"
 POOL_PATTERN = r"^[a-z0-9-]{1,40}$"
-Quantization = Literal["none", "int8", "int4", "int4-g64", "int4-g128"]
-"""As `kernels.linear.quantize.QUANTS`, which a process without torch cannot ask; a test holds them together."""
+Quantization = Literal["none", "int8", "int4", "int4-g64", "int4-g128", "w8a8", "fp8"]
+"""As `kernels.linear.quantize.GPU_QUANTS`, which a process without torch cannot ask; a test holds them together."""
+GPU_ONLY: tuple[Quantization, ...] = ("w8a8", "fp8")
+"""Of those, what no CPU multiplies."""
 
 
 class Section(BaseModel):
@@ -136,7 +138,9 @@ class EngineSettings(Section):
         True, description="keep the output head as 8-bit integers too: greedy steps read less, to the same tokens"
     )
     quant: Quantization = Field(
-        "none", description="weights of layers as integers, by native kernels or on a GPU; int4 has groups of 32 inputs"
+        "none",
+        description="weights of layers as integers, by native kernels or on a GPU; int4 has groups of 32 inputs; w8a8 "
+        "and fp8 round rows too, on a GPU only",
     )
     exact: bool = Field(
         False,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.linear.quantize import QUANTS, RULE
+from kernels.linear.quantize import GPU_QUANTS, RULE
 from shared.contracts.errors import SettingsError
 from shared.engine.worker_engine import WorkerOptions
 from shared.engine.worker_quality import on_gpu, told_quality
@@ -140,7 +140,7 @@ def test_what_is_shipped_was_measured_with_these_integers() -> None:
     assert records
     for one in records:
         quant = one.configuration.quant
-        assert quant in QUANTS
+        assert quant in GPU_QUANTS
         assert f"-{one.configuration.dtype}{f'-{quant}.{RULE}' if quant != 'none' else ''}-" in one.numerics
 
 

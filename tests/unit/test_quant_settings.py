@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.dispatch import KernelChoice
-from kernels.linear.quantize import NONE, QUANTS
+from kernels.linear.quantize import GPU_QUANTS, NONE, QUANTS
 from kernels.native.cpu import NEEDED, VARIABLE
 from services.cli import doctor_stack
 from services.cli.config import problems
@@ -23,7 +23,7 @@ from shared.engine.worker_settings import worker_options
 from shared.model.decoder import load_decoder
 from shared.settings.load import LoadedSettings, load_settings
 from shared.settings.models import for_model, served_models
-from shared.settings.sections import EngineSettings, ModelEntry, Quantization, Settings, WorkersSettings
+from shared.settings.sections import GPU_ONLY, EngineSettings, ModelEntry, Quantization, Settings, WorkersSettings
 from tests.native import require_native
 from tests.tiny_models import make_tiny_model
 
@@ -34,8 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_settings_know_what_the_kernels_know() -> None:
-    assert get_args(Quantization) == tuple(QUANTS)
-    assert all(QUANTS[name].name == name for name in QUANTS)
+    assert get_args(Quantization) == tuple(GPU_QUANTS)
+    assert set(GPU_ONLY) == GPU_QUANTS.keys() - QUANTS.keys()
+    assert all(quant.name == name for name, quant in GPU_QUANTS.items())
 
 
 def test_a_flag_reaches_the_worker() -> None:
@@ -67,6 +68,8 @@ def test_a_model_has_its_own_or_the_engine_s(tmp_path: Path) -> None:
         ("float32", "reference", "int4", "not kernels 'reference'"),
         ("float64", "native", "int8", "with dtype 'float64'"),
         ("float32", "native", "int3", "none of none, int8"),
+        ("float32", "auto", "w8a8", "quant 'w8a8' needs a GPU, and a CPU computes here"),
+        ("bfloat16", "native", "fp8", "quant 'fp8' needs a GPU, and a CPU computes here"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(folder: Path, dtype: str, kernels: str, quant: str, words: str) -> None:
@@ -103,8 +106,8 @@ def test_automatic_kernels_are_the_native_ones(folder: Path) -> None:
 
 def test_the_numerics_id_tells_them_apart() -> None:
     choice = KernelChoice("reference")
-    ids = {numerics_id("float32", choice, quant) for quant in QUANTS.values()}
-    assert len(ids) == len(QUANTS)
+    ids = {numerics_id("float32", choice, quant) for quant in GPU_QUANTS.values()}
+    assert len(ids) == len(GPU_QUANTS)
     assert numerics_id("float32", choice, NONE) == numerics_id("float32", choice)
 
 
@@ -129,6 +132,33 @@ def test_settings_that_contradict_are_told_before_a_start(engine: dict[str, str]
     fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
     assert prepare_kernels(fake, {}) == ""
     assert not list(problems(LoadedSettings(fake, {})))
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"kernels": "native"}, "needs a GPU, not engine.kernels = 'native'"),
+        ({"device": "cpu"}, "needs a GPU, not engine.device = 'cpu'"),
+        ({}, ""),
+    ],
+)
+def test_rows_of_8_bits_need_a_gpu(engine: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before a start; with the GPU that nothing rules out they start."""
+    model = ModelEntry(name="a", quant="w8a8")
+    settings = Settings(engine=EngineSettings(**engine), models=(model,))
+    told = [f"models.0.quant = 'w8a8' {words}"] if words else []
+    assert list(problems(LoadedSettings(settings, {}))) == told
+    monkeypatch.setattr("services.cli.native_kernels.has_gpu", lambda: False)
+    with pytest.raises(SettingsError, match=f"^quant 'w8a8' of a {words or 'needs a GPU, and there is none here'}$"):
+        prepare_kernels(settings, {})
+    fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
+    assert prepare_kernels(fake, {}) == ""
+    monkeypatch.setattr(doctor_stack, "has_gpu", lambda: False)
+    found = doctor_stack.kernels(Settings(engine=EngineSettings(quant="fp8")), {})
+    assert (found.verdict, found.detail) == (FAIL, "quant 'fp8' needs a GPU")
+    if not words:
+        monkeypatch.setattr("services.cli.native_kernels.has_gpu", lambda: True)
+        assert prepare_kernels(settings, {}) == ""
 
 
 def test_a_stack_whose_integers_nothing_multiplies_does_not_start(tmp_path: Path) -> None:

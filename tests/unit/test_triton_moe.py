@@ -12,8 +12,10 @@ from kernels.testing import DEVICE, INTERPRETED, assert_close
 
 # isort: split
 from kernels import moe
+from kernels.activation.triton_kernel import gate_mul
 from kernels.arguments import KernelArgumentError
-from kernels.linear.triton_weights import DeviceWeight, dequantized, int4_groups, int8_channels, plain
+from kernels.linear.triton_kernel import linear
+from kernels.linear.triton_weights import DeviceWeight, dequantized, fp8_channels, int4_groups, int8_channels, plain
 from kernels.moe.triton_kernel import experts, route, sort_by_expert, stacked
 
 pytestmark = [
@@ -79,15 +81,23 @@ def test_pairs_are_sorted_by_expert(num_tokens: int, num_experts: int, top_k: in
     assert seen == sorted(range(pairs), key=lambda pair: (flat[pair], pair))
 
 
-def made(kind: str, num_experts: int, out_features: int, in_features: int, dtype: torch.dtype, seed: int):
+def parts(
+    kind: str, num_experts: int, out_features: int, in_features: int, dtype: torch.dtype, seed: int
+) -> list[DeviceWeight]:
     weights = randn(num_experts, out_features, in_features, seed=seed) * in_features**-0.5
     make: dict[str, Callable[[Tensor], DeviceWeight]] = {
         "plain": lambda w: plain(w.to(dtype)),
         "int8": int8_channels,
         "int4": lambda w: int4_groups(w, 32),
+        "w8a8": lambda w: int8_channels(w, "w8a8"),
+        "fp8": fp8_channels,
     }
-    parts = [make[kind](weight) for weight in weights]
-    return stacked(parts), torch.stack([dequantized(part) for part in parts]).cpu()
+    return [make[kind](weight) for weight in weights]
+
+
+def made(kind: str, num_experts: int, out_features: int, in_features: int, dtype: torch.dtype, seed: int):
+    each = parts(kind, num_experts, out_features, in_features, dtype, seed)
+    return stacked(each), torch.stack([dequantized(part) for part in each]).cpu()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,6 +110,22 @@ def test_experts(kind: str, dtype: torch.dtype) -> None:
     ids, shares = route(randn(11, num_experts, seed=4), top_k)
     wanted = moe.experts(x.cpu().double(), wide_up, wide_down, ids.cpu(), shares.cpu().double(), "gelu_tanh")
     assert_close(experts(x, gate_up, down, ids, shares, "gelu_tanh"), wanted, dtype)
+
+
+@pytest.mark.parametrize("kind", ["w8a8", "fp8"])
+def test_experts_over_rows_of_8_bits_multiply_as_a_layer_alone_does(kind: str) -> None:
+    hidden, width, num_experts, top_k = 160, 96, 3, 2
+    ups = parts(kind, num_experts, 2 * width, hidden, torch.bfloat16, 1)
+    downs = parts(kind, num_experts, hidden, width, torch.bfloat16, 2)
+    x = randn(5, hidden, dtype=torch.bfloat16, seed=3)
+    x[2] = 0.0
+    ids, shares = route(randn(5, num_experts, seed=4), top_k)
+    wanted = torch.zeros(5, hidden, dtype=torch.float64, device=DEVICE)
+    for token in range(5):
+        for expert, share in zip(ids[token].tolist(), shares[token].double(), strict=True):
+            inner = gate_mul(linear(x[token : token + 1], ups[expert]), "silu")
+            wanted[token] += share * linear(inner, downs[expert])[0].double()
+    assert_close(experts(x, stacked(ups), stacked(downs), ids, shares), wanted, torch.bfloat16)
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
@@ -121,7 +147,7 @@ def test_a_token_does_not_depend_on_the_others() -> None:
         (lambda: route(randn(2, 4), 5), r"top_k is 5 of 4 experts"),
         (lambda: sort_by_expert(torch.zeros(2, 2, dtype=torch.int64), 4, 16), r"ids is torch.int64"),
         (lambda: stacked([plain(randn(8, 64)), plain(randn(8, 32))]), r"\[8, 32\] and plain \[8, 64\]"),
-        (lambda: stacked([int8_channels(randn(8, 64), "w8a8")]), r"expert is w8a8"),
+        (lambda: stacked([plain(randn(8, 64), randn(8))]), r"an expert of plain has a bias"),
         (
             lambda: experts(
                 randn(2, 64),
