@@ -110,14 +110,15 @@ class SessionResponse(Response):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         session = self._session
+        # made while nothing has come yet: what is done behind the first token, its client waits for
+        writer = self._dialect.writer(session)
+        headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**SSE_HEADERS, **self._extra}.items()]
         await session.wait()
         if session.end is not None and session.end.error is not None:
             await error_response(session.end.error, self._extra)(scope, receive, send)
             return
-        headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**SSE_HEADERS, **self._extra}.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         send = scope.get(BODY_SEND, send)
-        writer = self._dialect.writer(session)
         body = writer.begin()
         while True:
             pieces, end = session.take(), session.end

@@ -30,7 +30,7 @@ from services.gateway.console_files import ConsoleFiles
 from services.gateway.dialect import CHUNKS, MESSAGES, Dialect, ResponsesDialect
 from services.gateway.errors import http_body
 from services.gateway.files import Files
-from services.gateway.front import Front, with_cors
+from services.gateway.front import KNOWN, Front, with_cors
 from services.gateway.keep_alive import kept_alive
 from services.gateway.keyed import Keyed
 from services.gateway.messages_front import PATH as MESSAGES_PATH
@@ -132,8 +132,7 @@ class Door:
     async def _open(self, request: Request, parse: Parse, span: Span, arrived: float, echo: dict[str, str]) -> Response:
         service = self._service
         service.ingress.require_open()
-        hashed = key_hash(request.headers)
-        identity = await service.authenticate(hashed)
+        identity, hashed = request.scope[KNOWN]
         span.set_attribute(a.TENANT, identity.tenant)
         config = service.config
         length = request.headers.get("content-length")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import cast
 
 import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.errors import http_body
+from services.gateway.joined_head import JoinedHead
 from shared.contracts.ids import new_request_id
 
 KEEP_ALIVE_S = 75
@@ -112,6 +114,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
+        cycle.transport = cast(asyncio.Transport, JoinedHead(self.transport, cycle))
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:

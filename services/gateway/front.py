@@ -41,8 +41,9 @@ TOLD_HEADERS = (
 )
 """Of an answer's headers those that a page may read."""
 
+KNOWN = "baton.known"
+"""In a scope: whose key it is, and the key's hash."""
 _Known = tuple[Identity, bytes]
-"""Whose key it is, and the key's hash."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -83,7 +84,7 @@ class Front:
 
         if not is_public(scope["path"]):
             try:
-                known = await self._known(scope)
+                scope[KNOWN] = known = await self._known(scope)
             except BatonError as error:
                 await error_response(error)(scope, receive, sending)
                 return

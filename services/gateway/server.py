@@ -127,7 +127,10 @@ class Listener:
                     message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
                 return send(message)
 
-            await app(scope, receive, sending)
+            try:
+                await app(scope, receive, sending)
+            finally:
+                scope.pop(BODY_SEND, None)  # it holds the scope: together they would wait for the garbage collector
 
         return wrapped
 

@@ -163,8 +163,11 @@ class ExtendedRun(msgspec.Struct, frozen=True, omit_defaults=True):
     error: ErrorInfo | None = None
 
 
-class SpanRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One finished OpenTelemetry span. Ids in hex, times in unix nanoseconds; attributes never hold prompt text."""
+class SpanRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """One finished OpenTelemetry span. Ids in hex, times in unix nanoseconds; attributes never hold prompt text.
+
+    Gateways keep tens of thousands of them, through which the garbage collector need not look: they hold plain values.
+    """
 
     trace_id: str
     span_id: str

@@ -27,7 +27,9 @@ PROMPT_END = 16
 SHORT_BODY_BYTES = 64 * 1024
 """A body up to this size is parsed at once: a thread would cost more than it spares."""
 SHORT_TEXT_CHARS = 512
-"""So much plain text is tokenized at once, in some ten microseconds: going to a thread and back takes three hundred."""
+"""So much text is tokenized at once, in some ten microseconds: going to a thread and back takes three hundred."""
+SHORT_CHAT_MESSAGES = 8
+"""A chat of so many short messages is rendered at once: to render is Python, which a thread would do no sooner."""
 
 Parsed = TypeVar("Parsed")
 
@@ -76,7 +78,7 @@ class PromptCodec:
         Raises InvalidInput naming `messages` or `prompt`, or what asks for an output that cannot be had;
         ContextExceeded for a text that is far too long.
         """
-        if isinstance(request, CompletionRequest) and _is_short(request):
+        if _is_short(request):
             return self.encode_now(request)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, request)
 
@@ -140,7 +142,17 @@ class PromptCodec:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _is_short(request: CompletionRequest) -> bool:
-    """True when next to nothing is to be tokenized, and no grammar to be compiled."""
-    chars = sum(len(prompt) for prompt in request.prompt if isinstance(prompt, str))
-    return request.structured_outputs is None and chars <= SHORT_TEXT_CHARS
+def _is_short(request: GenerationRequest) -> bool:
+    """True when next to nothing is to be rendered and tokenized, and no grammar to be compiled."""
+    if request.structured_outputs is not None:
+        return False
+    if isinstance(request, CompletionRequest):
+        return sum(len(prompt) for prompt in request.prompt if isinstance(prompt, str)) <= SHORT_TEXT_CHARS
+    if request.response_format or request.tools or len(request.messages) > SHORT_CHAT_MESSAGES:
+        return False
+    chars = 0
+    for message in request.messages:
+        if message.tool_calls or message.reasoning_content or not isinstance(message.content, str):
+            return False
+        chars += len(message.content)
+    return chars <= SHORT_TEXT_CHARS

@@ -109,13 +109,15 @@ class Session:
         self.model = model
         self.request_id = grant.request_id
         self.created = int(time.time())
+        output = self._output = RequestOutput(plan, model.codec.tokenizer)
         self.stream = StreamCommit(
             grant.request_id,
             plan.prompt,
             arrived=arrived,
             budget_s=grant.budget_s,
             num_choices=plan.n,
-            find_stop=lambda choice, first_seq, ids: self._output.push(choice, ids),
+            # not by way of self: what refers to itself waits for the garbage collector
+            find_stop=lambda choice, first_seq, ids: output.push(choice, ids),
             rules=StreamRules(worker_silence_s=config.worker_silence_s, first_submit_s=config.submit_s),
             term=term,
             epoch=epoch,
@@ -136,7 +138,6 @@ class Session:
         self._timings = TokenTimings(arrived)
         self._metrics = RequestMetrics(metrics, model.name, arrived=arrived, epoch=epoch)
         self._metrics.admitted(plan.n, plan.sampling.max_tokens)
-        self._output = RequestOutput(plan, model.codec.tokenizer)
         self._sent_bytes = 0
         self._placed_at: float | None = None
         self._arrived = arrived

@@ -36,8 +36,12 @@ log = logging.getLogger("baton.telemetry")
 
 FLUSH_S = 0.25
 MAX_QUEUED = 4096
-MAX_BATCH_SPANS = 32
-"""In one message: to write them down, and in gateways to read them, holds up requests for less than a millisecond."""
+MAX_BATCH_SPANS = 16
+"""In one message: to write them down, and in gateways to read them, holds up requests for some hundred microseconds."""
+PAUSE_S = 0.002
+"""Between messages, so that no request is held up by several."""
+MANY_SPANS = 256
+"""From so many waiting on there are no pauses."""
 
 
 class SpanQueue:
@@ -53,6 +57,9 @@ class SpanQueue:
         self.on_first: Callable[[], None] = lambda: None
         """Called with the first span after each `take`, on the thread that ended it."""
         self._told = False
+
+    def __len__(self) -> int:
+        return len(self._spans)
 
     def on_end(self, span: OwnSpan) -> None:
         """Keep a span that has ended; its record is made when it is taken."""
@@ -114,11 +121,11 @@ class Telemetry:
         if self.otlp is not None:
             await asyncio.to_thread(self.otlp.stop)
 
-    async def flush(self) -> None:
-        """Send what is queued now; what cannot be sent is dropped."""
+    async def flush(self, pause_s: float = 0.0) -> None:
+        """Send what is queued now; what cannot be sent is dropped. `pause_s`: after each message, unless many wait."""
         while self._bus is not None and (spans := self.queue.take()):
             await self._send(self._bus, spans)
-            await asyncio.sleep(0)  # others' turn
+            await asyncio.sleep(pause_s if len(self.queue) < MANY_SPANS else 0)  # others' turn
 
     async def _ship(self) -> None:
         """Sleeps until there is a span: most processes have none most of the time."""
@@ -134,7 +141,7 @@ class Telemetry:
             await come.wait()
             await asyncio.sleep(FLUSH_S)
             come.clear()
-            await self.flush()
+            await self.flush(PAUSE_S)
 
     async def _send(self, bus: Bus, spans: Sequence[SpanRecord]) -> None:
         batch: msgspec.Struct = SpanBatch(service=self.service, spans=tuple(spans))

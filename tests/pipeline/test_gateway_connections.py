@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import weakref
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from services.gateway import connection, server
 from services.gateway.server import bind
 from shared.bus.memory_bus import MemoryBroker
+from shared.ingress.session import Session
 from tests.pipeline.gateway_support import Backend, Stack, chat, completion, http_stack
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -316,3 +321,35 @@ async def test_rubbish_behind_requests_sent_ahead_ends_the_connection() -> None:
 def test_small_pieces_are_sent_at_once_on_any_event_loop() -> None:
     with bind("127.0.0.1", 0) as sock:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+async def test_an_answered_request_is_gone_without_the_garbage_collector(
+    served: tuple[Stack, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[Session | RequestResponseCycle] = weakref.WeakSet()
+    start, answer = Session.start, connection.Connection._start_asgi_task
+
+    def started(session: Session) -> None:
+        alive.add(session)
+        start(session)
+
+    def answering(self: connection.Connection, cycle: RequestResponseCycle, app: Any) -> None:
+        alive.add(cycle)
+        answer(self, cycle, app)
+
+    monkeypatch.setattr(Session, "start", started)
+    monkeypatch.setattr(connection.Connection, "_start_asgi_task", answering)
+    reader, writer = await connect(served[1])
+    gc.disable()
+    try:
+        for stream in (True, False):
+            writer.write(request(completion(stream=stream), "/v1/completions"))
+            async with asyncio.timeout(30):
+                await reader.readuntil(b"[DONE]" if stream else b'"usage"')
+                assert alive
+                while len(alive) > 1:  # noqa: ASYNC110  # a connection keeps its newest cycle
+                    await asyncio.sleep(0.02)
+        assert {type(found) for found in alive} <= {RequestResponseCycle}
+    finally:
+        gc.enable()
+        writer.close()

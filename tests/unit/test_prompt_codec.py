@@ -7,13 +7,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from shared.contracts.errors import ContextExceeded, InvalidInput, SettingsError
 from shared.ingress.openai_schema import GenerationRequest
 from shared.ingress.parse import parse_chat, parse_completion
-from shared.ingress.prompt_codec import SHORT_BODY_BYTES, SHORT_TEXT_CHARS, PromptCodec
+from shared.ingress.prompt_codec import SHORT_BODY_BYTES, SHORT_CHAT_MESSAGES, SHORT_TEXT_CHARS, PromptCodec
 from shared.text.tokenizer import Tokenizer
 from tests.tiny_tokenizer import tiny_tokenizer, tokenizer_json
 
@@ -83,7 +84,7 @@ async def test_a_long_body_is_parsed_beside_the_event_loop(codec: PromptCodec) -
     assert await thread_of(completion_body("a" * SHORT_BODY_BYTES)) != threading.get_ident()
 
 
-async def test_only_short_plain_texts_are_tokenized_on_the_event_loop(
+async def test_only_short_texts_are_tokenized_on_the_event_loop(
     codec: PromptCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -104,6 +105,22 @@ async def test_only_short_plain_texts_are_tokenized_on_the_event_loop(
     ):
         await codec.encode(parse_completion(body))
         assert (threads[-1] == loop) == here, body[:80]
+    said = {"role": "user", "content": "a" * (SHORT_TEXT_CHARS // SHORT_CHAT_MESSAGES)}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answered = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for chat, here in (
+        ({"messages": [said] * SHORT_CHAT_MESSAGES}, True),
+        ({"messages": [{**said, "content": ""}] * (SHORT_CHAT_MESSAGES + 1)}, False),
+        ({"messages": [said, {**said, "content": "a" * SHORT_TEXT_CHARS}]}, False),
+        ({"messages": [{**said, "content": [{"type": "text", "text": "a"}]}]}, False),
+        ({"messages": [said, *answered]}, False),
+        ({"messages": [said], "tools": tools}, False),
+        ({"messages": [said], "response_format": {"type": "json_object"}}, False),
+    ):
+        with suppress(InvalidInput):  # this model calls no tools
+            await codec.encode(parse_chat(json.dumps({"model": "m", **chat}).encode()))
+        assert (threads[-1] == loop) == here, chat
 
 
 async def test_the_event_loop_goes_on_while_a_long_text_is_tokenized() -> None:
