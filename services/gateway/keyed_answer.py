@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -70,12 +70,10 @@ class KeyedAnswer(Response):
         return await self._read_stream(log, send)
 
     async def _read_stream(self, log: EventLog, send: Send) -> bool:
+        news = self._news_of(log)
         await self._begin(200, SSE_HEADERS, send)
-        reader = LogReader(log, self._place)
         while True:
-            body = b"".join(b"id: %s\n%s%s" % (str(at).encode(), event, FRAME_END) for at, event in reader.read())
-            self._place = reader.place
-            if body:
+            if body := news():
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             elif log.complete:
                 if self._entry.error is not None:
@@ -86,6 +84,17 @@ class KeyedAnswer(Response):
                 return False
             else:
                 await log.news()
+
+    def _news_of(self, log: EventLog) -> Callable[[], bytes]:
+        """What gives the frames of a stream's log that its client does not have yet. Raises Conflict, InvalidInput."""
+        reader = LogReader(log, self._place)
+
+        def news() -> bytes:
+            found = reader.read()
+            self._place = reader.place
+            return b"".join(b"id: %s\n%s%s" % (str(at).encode(), event, FRAME_END) for at, event in found)
+
+        return news
 
     async def _read_whole(self, log: EventLog, send: Send) -> bool:
         while not log.complete:

@@ -97,8 +97,7 @@ class KeyedRun:
 
     def cancel(self) -> None:
         """No client waits for it any more."""
-        if self._begun is not None and self._begun.session is not None:
-            self._begun.session.cancel("client_gone")
+        self._end("client_gone")
 
     async def release(self, error: BaseException | None = None) -> None:
         """It could not begin, or not go on: whoever comes next may try. `error`: what it could not begin for."""
@@ -165,20 +164,27 @@ class KeyedRun:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(KEEP_S)
-            if self.log.status not in (0, 200) or self._size > MAX_LOG_BYTES or self.log.complete:
-                continue
-            if self._events < len(self.log.events):
-                self._pending += make_parts(self.log, self._events)
-                self._events = len(self.log.events)
-            elif self._tokens() == self._kept_tokens:
+            if not self._collect():
                 continue
             try:
                 held = await self._put(i.RUNNING)
             except BatonError as exc:
                 log.warning("request %s is not kept: %s", self.state.request_id, exc.message)
                 continue
-            if not held and self._begun is not None and self._begun.session is not None:
-                self._begun.session.cancel("superseded")
+            if not held:
+                self._end("superseded")
+
+    def _collect(self) -> bool:
+        """Make parts of new events. True when policy is to be told how far this is."""
+        if self.log.status not in (0, 200) or self._size > MAX_LOG_BYTES or self.log.complete:
+            return False
+        return self._collect_events() or self._tokens() != self._kept_tokens
+
+    def _collect_events(self) -> bool:
+        first, self._events = self._events, len(self.log.events)
+        if first < self._events:
+            self._pending += make_parts(self.log, first)
+        return first < self._events
 
     def _tokens(self) -> int:
         session = self._begun.session if self._begun is not None else None
@@ -186,20 +192,29 @@ class KeyedRun:
 
     async def _close(self, events: list[bytes]) -> bool:
         """Complete the record with the last events. False: it is another run's now."""
-        session = self._begun.session if self._begun is not None else None
-        well = self.log.status == 200 and self._size <= MAX_LOG_BYTES
-        well = well and (session is None or (session.end is not None and session.end.error is None))
-        if well:
-            self._pending += make_parts(self.log, self._events, events, last=True)
-        state = i.DONE if well else i.OPEN
+        state = self._last_state()
+        if state == i.DONE:
+            self._pending += self._last_parts(events)
         try:
-            held = await self._put(state)
+            held = await self._complete(state)
         except BatonError as exc:
             log.warning("request %s is answered and not kept yet: %s", self.state.request_id, exc.message)
             self._late = asyncio.create_task(self._close_late(state))
             held = True
         self._closed.set()
         return held
+
+    def _last_state(self) -> str:
+        session = self._begun.session if self._begun is not None else None
+        well = self.log.status == 200 and self._size <= MAX_LOG_BYTES
+        well = well and (session is None or (session.end is not None and session.end.error is None))
+        return i.DONE if well else i.OPEN
+
+    def _last_parts(self, events: list[bytes]) -> list[bytes]:
+        return make_parts(self.log, self._events, events, last=True)
+
+    async def _complete(self, state: str) -> bool:
+        return await self._put(state)
 
     async def _let_go(self, state: str) -> None:
         try:
@@ -214,7 +229,7 @@ class KeyedRun:
         for _ in range(LATE_TRIES):
             await asyncio.sleep(LATE_PAUSE_S)
             with suppress(BatonError):
-                await self._put(state)
+                await self._complete(state)
                 return
 
     async def _put(self, state: str) -> bool:
@@ -253,6 +268,10 @@ class KeyedRun:
         self._kept_tokens = write.completion_tokens
         self._written += len(pending)
         del self._pending[: len(pending)]
+
+    def _end(self, reason: str) -> None:
+        if self._begun is not None and self._begun.session is not None:
+            self._begun.session.cancel(reason)
 
     def _heard(self, written: i.IdempotencyWritten) -> None:
         """What else policy said to a write."""

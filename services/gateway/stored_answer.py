@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from starlette.types import Send
-
-from services.gateway.answers import SSE_HEADERS
 from services.gateway.event_log import FRAME_END, EventLog
 from services.gateway.keyed_answer import KeyedAnswer
 from services.gateway.once import Entry
@@ -27,27 +24,18 @@ class StoredAnswer(KeyedAnswer):
         super().__init__(entry, None, headers)
         self._run, self._index = (after // EVENTS_A_RUN + 1, after % EVENTS_A_RUN + 1) if after >= 0 else (0, 0)
 
-    async def _read_stream(self, log: EventLog, send: Send) -> bool:
+    def _news_of(self, log: EventLog) -> Callable[[], bytes]:
         if self._run not in (0, log.run):
             raise Conflict(
                 "the response was begun anew at another gateway: ask without starting_after", param="starting_after"
             )
         if log.complete and self._index > len(log.events):
             raise InvalidInput("starting_after lies behind the response's last event", param="starting_after")
-        await self._begin(200, SSE_HEADERS, send)
         self._run = log.run
-        while True:
+
+        def news() -> bytes:
             events = log.events[self._index :]
             self._index += len(events)
-            if events:
-                body = b"".join(event + FRAME_END for event in events)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            elif log.complete:
-                if self._entry.error is not None:
-                    raise self._entry.error
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                return True
-            elif log is not self._entry.log:
-                return False
-            else:
-                await log.news()
+            return b"".join(event + FRAME_END for event in events)
+
+        return news

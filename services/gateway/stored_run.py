@@ -6,24 +6,19 @@ what it is made from, so that another gateway can go on with it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from services.gateway import keyed_run
 from services.gateway.event_log import EventLog, make_parts
 from services.gateway.keyed_run import PARTS_AT_ONCE, Begun, KeyedRun, Write
 from services.gateway.stored_request import StoredRequest, pack
 from services.gateway.stored_response import CANCELLED, StoredResponse
 from shared.contracts import idempotency_messages as i
 from shared.contracts import response_messages as r
-from shared.contracts.errors import BatonError, Conflict, Internal
+from shared.contracts.errors import Conflict, Internal
 from shared.contracts.ids import IngressId, TenantId
 from shared.contracts.messages import Settle
 from shared.ingress.session import Session
-
-log = logging.getLogger("baton.gateway")
 
 EVENTS_A_RUN = 1_000_000
 """Events of a run are numbered from its own multiple of it: a number says whose it is."""
@@ -103,49 +98,23 @@ class StoredRun(KeyedRun):
             super().cancel()
 
     async def _keep(self) -> None:
-        if not self.goes_on_alone:
-            return
-        while True:
-            await asyncio.sleep(keyed_run.KEEP_S)
-            if self.log.complete:
-                continue
-            if self._events < len(self.log.events):
-                self._pending += make_parts(self.log, self._events)
-                self._events = len(self.log.events)
-            try:
-                held = await self._put(i.RUNNING)
-            except BatonError as exc:
-                log.warning("response of request %s is not kept: %s", self.state.request_id, exc.message)
-                continue
-            if not held:
-                self._end("superseded")
+        if self.goes_on_alone:
+            await super()._keep()
+
+    def _collect(self) -> bool:
+        if self.log.complete:
+            return False
+        self._collect_events()
+        return True  # it may hear that it shall end
 
     async def _close(self, events: list[bytes]) -> bool:
-        """Complete the record. False: it is another run's now."""
-        state = self._last_state()
-        if state == i.DONE:
-            self._pending += self._last_parts(events)
-        try:
-            held = await self._complete(state)
-        except BatonError as exc:
-            log.warning("response of request %s is answered and not stored yet: %s", self.state.request_id, exc.message)
-            self._late = asyncio.create_task(self._close_late(state))
-            held = True
-        self._closed.set()
-        return held or self._gone
-
-    async def _close_late(self, state: str) -> None:
-        for _ in range(keyed_run.LATE_TRIES):
-            await asyncio.sleep(keyed_run.LATE_PAUSE_S)
-            with suppress(BatonError):
-                await self._complete(state)
-                return
+        return await super()._close(events) or self._gone
 
     async def _complete(self, state: str) -> bool:
         if state == i.DONE and not self.goes_on_alone:
             with suppress(Conflict):  # deleted since: the write below tells
                 await self.keep_input()
-        return await self._put(state)
+        return await super()._complete(state)
 
     def _last_state(self) -> str:
         if self._answer.final is not None:
@@ -154,7 +123,7 @@ class StoredRun(KeyedRun):
 
     def _last_parts(self, events: list[bytes]) -> list[bytes]:
         if self.log.stream and self.goes_on_alone:
-            return make_parts(self.log, self._events, events, last=True)
+            return super()._last_parts(events)
         whole = EventLog(self.state.run)
         whole.begin(200, stream=False)
         return make_parts(whole, 0, [self._answer.final or b""], last=True)
@@ -165,10 +134,6 @@ class StoredRun(KeyedRun):
             self._end(DELETED)
         elif written.cancel:
             self._end(CANCELLED)
-
-    def _end(self, reason: str) -> None:
-        if self._begun is not None and self._begun.session is not None:
-            self._begun.session.cancel(reason)
 
     async def _before_settle(self, session: Session, settle: Settle) -> Settle:
         await self._closed.wait()
