@@ -33,7 +33,7 @@ from shared.contracts.ids import WorkerId
 from shared.engine.forward_batch import build_forward_batch
 from shared.engine.numerics import numerics_id
 from shared.engine.step_plan import ScheduledSequence, StepPlan
-from shared.kv.layout import KV_SETTINGS, PoolLayout
+from shared.kv.layout import FLOAT16, KV_SETTINGS, PoolLayout
 from shared.kv.pool import Pool, create_pool
 from shared.model.config import layer_groups, load_config
 from shared.model.decoder import Model, configuration_of, load_decoder
@@ -76,6 +76,8 @@ ALL = (
     Configuration("native", "bfloat16", "int4"),
     Configuration("native", "bfloat16", "int4-g64"),
     Configuration("native", "bfloat16", "int4-g128"),
+    Configuration("native", "float32", kv="float16"),
+    Configuration("native", "bfloat16", kv="float16"),
     Configuration("native", "float32", kv="int8"),
     Configuration("native", "bfloat16", kv="int8"),
     Configuration("native", "bfloat16", "int8", kv="int8"),
@@ -312,7 +314,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
     parser.add_argument("--quant", choices=tuple(GPU_QUANTS), default="none", help="of the weights (default none)")
-    parser.add_argument("--kv", choices=(SAME, *KV_SETTINGS), default=SAME, help="of its KV (default: as it computes)")
+    kv = (SAME, FLOAT16, *KV_SETTINGS)
+    parser.add_argument("--kv", choices=kv, default=SAME, help="of its KV (default: as it computes)")
     parser.add_argument("--kernels", choices=("native", "torch", ON_GPU), default="native", help="default native")
     parser.add_argument("--all", action="store_true", help="every configuration that could be a default")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads (default 1: torch's spin)")

@@ -136,7 +136,7 @@ def token_at(pool: Tensor, block: int, offset: int) -> tuple[Tensor, Tensor]:
 def _token_of(pool: Tensor, block: int, offset: int) -> tuple[Tensor, Tensor]:
     """Views: [kv_heads, words, pack] of keys, [kv_heads, head_dim] of values."""
     kv_heads, block_size, head_dim = pool.shape[3:]
-    pack = 4 // pool.itemsize
+    pack = 1 if pool.dtype == torch.float16 else 4 // pool.itemsize
     keys = pool[block, 0, 0].view(kv_heads, block_size // 16, head_dim // pack, 16, pack)
     values = pool[block, 0, 1].view(kv_heads, block_size // pack, head_dim, pack)
     return keys[:, offset // 16, :, offset % 16], values[:, offset // pack, :, offset % pack]

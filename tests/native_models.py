@@ -68,17 +68,22 @@ def make_plan(
     return StepArrays(model, tokens, place, cumulated, lens, nothing, [group], [pool], torch.empty(0, 8))
 
 
-def guarded_pool(model: NativeModel, num_blocks: int, block_size: int, integers: bool) -> Guarded | GuardedIntegers:
+def guarded_pool(model: NativeModel, num_blocks: int, block_size: int, kv: torch.dtype) -> Guarded | GuardedIntegers:
     """A pool of one layer that was never written."""
     shape = (num_blocks, 1, 2, model.shape.kv_heads, block_size, model.shape.head_dim)
-    return GuardedIntegers(*shape) if integers else Guarded(*shape, dtype=model.dtype)
+    return GuardedIntegers(*shape) if kv == torch.int8 else Guarded(*shape, dtype=kv)
+
+
+def operands(model: NativeModel, kv: torch.dtype) -> torch.dtype:
+    """What queries, keys and values are before keys and values are stored."""
+    return torch.float32 if kv == torch.float16 else model.dtype
 
 
 class Cache:
     """A pool of NaN between guards, with one sequence's random keys and values in scattered blocks.
 
     Args:
-        integers: the pool holds them as 8-bit integers.
+        kv: what the pool holds them in, if not the model's dtype.
     """
 
     def __init__(
@@ -88,12 +93,13 @@ class Cache:
         block_size: int = 32,
         seed: int = 0,
         others: int = 3,
-        integers: bool = False,
+        kv: torch.dtype | None = None,
     ) -> None:
-        shape, dtype = model.shape, model.dtype
+        shape, kept = model.shape, kv or model.dtype
+        dtype = operands(model, kept)
         self.model = model
         num_blocks = -(-seq_len // block_size)
-        self.guarded = guarded_pool(model, num_blocks + others, block_size, integers)
+        self.guarded = guarded_pool(model, num_blocks + others, block_size, kept)
         self.pool = self.guarded.tensor
         self.table = random.Random(seed).sample(range(len(self.pool)), num_blocks)
         self.k, self.v = (rand(seed + i, seq_len, shape.kv_heads, shape.head_dim).to(dtype) for i in (10, 20))
@@ -110,7 +116,7 @@ class Cache:
         return result
 
     def _stored(self) -> tuple[Tensor, Tensor]:
-        """What the pool's integers stand for: [T, KV, D] keys and values."""
+        """What the pool holds, of integers what they stand for: [T, KV, D] keys and values."""
         places = ((self.table[p // self.pool.shape[4]], p % self.pool.shape[4]) for p in range(len(self.k)))
         keys, values = zip(*(token_at(self.pool, *place) for place in places), strict=True)
         return torch.stack(keys), torch.stack(values)
@@ -118,8 +124,7 @@ class Cache:
     def textbook(self) -> Tensor:
         """[T, H, D] in float64."""
         repeats = self.q.shape[1] // self.k.shape[1]
-        stored = self._stored() if self.pool.dtype == torch.int8 else (self.k, self.v)
-        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in stored)
+        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in self._stored())
         scores = torch.einsum("thd,shd->hts", self.q.double(), k) * self.model.shape.scale
         future = torch.ones(len(k), len(k), dtype=torch.bool).triu(1)
         return torch.einsum("hts,shd->thd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
@@ -130,7 +135,7 @@ class Shared:
 
     Args:
         lengths: (tokens shared with the sequence `of`, `of`, tokens in all) of each sequence.
-        integers: the pool holds them as 8-bit integers.
+        kv: what the pool holds them in, if not the model's dtype.
     """
 
     def __init__(
@@ -138,12 +143,13 @@ class Shared:
         model: NativeModel,
         lengths: Sequence[tuple[int, int, int]],
         block_size: int = 32,
-        integers: bool = False,
+        kv: torch.dtype | None = None,
     ) -> None:
-        shape, dtype = model.shape, model.dtype
+        shape, kept = model.shape, kv or model.dtype
+        dtype = operands(model, kept)
         blocks = sum(-(-length // block_size) for _, _, length in lengths)
         self.model = model
-        self.guarded = guarded_pool(model, blocks + 1, block_size, integers)
+        self.guarded = guarded_pool(model, blocks + 1, block_size, kept)
         self.pool = self.guarded.tensor
         self.tables: list[list[int]] = []
         self.lengths = [length for _, _, length in lengths]

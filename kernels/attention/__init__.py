@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.attention import reference
@@ -42,7 +43,8 @@ def attention(q: Tensor, pool: Tensor, plan: AttentionPlan, scale: float) -> Ten
 
     Args:
         q: [num_tokens, num_q_heads, head_dim]; may be a strided view. Rows past the plan's are padding.
-        pool: [num_blocks, 2, num_kv_heads, block_size, head_dim], one layer's view of the pool, same dtype.
+        pool: [num_blocks, 2, num_kv_heads, block_size, head_dim], one layer's view of the pool, same dtype or
+            float16.
         plan: of this step.
         scale: usually head_dim ** -0.5.
 
@@ -54,7 +56,7 @@ def attention(q: Tensor, pool: Tensor, plan: AttentionPlan, scale: float) -> Ten
     assert num_tokens >= plan.num_tokens, (q.shape, plan.num_tokens)
     assert num_q_heads == plan.num_kv_heads * plan.group_size, (q.shape, plan.num_kv_heads, plan.group_size)
     assert pool.shape[1:] == (2, plan.num_kv_heads, plan.block_size, head_dim), (q.shape, pool.shape)
-    assert pool.dtype == q.dtype, (q.dtype, pool.dtype)
+    assert pool.dtype in (q.dtype, torch.float16), (q.dtype, pool.dtype)
     return reference.attention(q, pool, plan, scale)
 
 

@@ -111,7 +111,7 @@ static void NAME(attend_integers)(const NAME(attention) *p, const NAME(row_tile)
     uint8_t *weights = team_memory(p->team, thread, WEIGHTS_SLOT, 0);
     float *result = team_memory(p->team, thread, RESULT_SLOT, 0), *own[MOST_ROWS], units[MOST_ROWS];
     integer_rows q = {.words = team_memory(p->team, thread, QUERIES_SLOT, 0)};
-    for (int r = 0; r < rows; r++) NAME(round_query)(tile->q[r], d, p->scale, r, rows, &q);
+    for (int r = 0; r < rows; r++) NAME(round_query)((const element *)tile->q[r], d, p->scale, r, rows, &q);
     for (int i = 0; i < tile->ranges; i++) {
         const query_range *range = &tile->range[i];
         for (int r = 0, n; r < range->rows; r += n) {

@@ -6,11 +6,18 @@
 #define BATON_ATTENTION_H
 
 #include "attention/cpu_integer_tile.h"
+#define KV_HALVES 0
 #include "attention/cpu_tile.h"
+#undef KV_HALVES
+#define KV_HALVES 1
+#include "attention/cpu_tile.h"
+#undef KV_HALVES
 
 static void NAME(attend_rows)(const NAME(attention) *p, const NAME(row_tile) *tile, int thread) {
     if (p->pool.format == KV_INT8)
         NAME(attend_integers)(p, tile, thread);
+    else if (p->pool.format == KV_FLOAT16)
+        NAME(attend_tile_halves)(p, tile, thread);
     else
         NAME(attend_tile)(p, tile, thread);
 }
@@ -21,7 +28,8 @@ INLINE void NAME(add_rows)(const NAME(attention) *p, NAME(row_tile) *tile, const
     const long d = p->pool.head_dim;
     for (int r = 0; r < rows; r++) {
         const long token = (row + r) / p->group, at = tile->rows + r;
-        tile->q[at] = p->q + (piece->row + token) * p->q_stride + (tile->head * p->group + (row + r) % p->group) * d;
+        const long number = (piece->row + token) * p->q_stride + (tile->head * p->group + (row + r) % p->group) * d;
+        tile->q[at] = (const char *)p->q + number * p->q_bytes;
         tile->visible[at] = larger(0, smaller(piece->position + token + 1 - tile->begin, SPLIT));
         tile->result[at] = to + r * (d + VALUES);
     }

@@ -151,8 +151,8 @@ static int NAME(reserve_attention)(baton_team *team, const baton_model *model) {
     const size_t rows = (size_t)larger(PIECE_ROWS, NAME(group_of)(model));
     for (int i = 0; i < team_size(team); i++)
         if (!team_memory(team, i, SCORES_SLOT, MOST_ROWS * (SCORE_STRIDE + d) * sizeof(float)) ||
-            !team_memory(team, i, WEIGHTS_SLOT, MOST_ROWS * WEIGHT_STRIDE * sizeof(element)) ||
-            !team_memory(team, i, QUERIES_SLOT, MOST_ROWS * d * sizeof(element)) ||
+            !team_memory(team, i, WEIGHTS_SLOT, MOST_ROWS * WEIGHT_STRIDE * sizeof(float)) ||
+            !team_memory(team, i, QUERIES_SLOT, MOST_ROWS * d * sizeof(float)) ||
             !team_memory(team, i, RESULT_SLOT, MOST_ROWS * (d + VALUES) * sizeof(float)) ||
             !team_memory(team, i, STATE_SLOT, rows * (d + VALUES) * sizeof(float)))
             return NO_MEMORY;

@@ -1,4 +1,4 @@
-/* What attention does with a few query rows: scores of keys, their weights, weighted values, and joining splits. */
+/* What attention does with a few query rows over keys and values of any format: sizes, powers of two, joining splits. */
 #ifndef BATON_ATTENTION_PRODUCTS_H
 #define BATON_ATTENTION_PRODUCTS_H
 
@@ -8,65 +8,10 @@ enum { SPLIT = 512 };
 /* Sums take three quarters of the registers, for up to so many query rows. */
 enum { SUM_REGISTERS = LANE_REGISTERS * 3 / 4, MOST_ROWS = LANE_REGISTERS >= 32 ? 12 : 6 };
 enum { SCORE_STRIDE = SPLIT + 4 * LANES };  /* floats from one row's scores to the next: room for a whole tile more */
-enum { WEIGHT_STRIDE = SPLIT + 2 * LANES }; /* elements; neither is a power of two: rows would share cache sets */
+enum { WEIGHT_STRIDE = SPLIT + 2 * LANES }; /* weights; neither is a power of two: rows would share cache sets */
 
 /* Registers of sums a row. */
 INLINE int columns_for(const int rows) { return 4 * rows <= SUM_REGISTERS ? 4 : 2 * rows <= SUM_REGISTERS ? 2 : 1; }
-
-/* Scores, in powers of two, of `rows` query rows for columns * 16 keys. `q` holds a word of each row, then the next of
- * each, `stride` words apart; `keys` has a run of 16 keys a column, `ahead` the run to ask for meanwhile. */
-INLINE void NAME(score_keys)(const int rows, const int columns, const int32_t *q, long stride,
-                             const element *const *keys, const element *const *ahead, long words, float scale,
-                             float *scores) {
-    lanes sums[MOST_ROWS][4];
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) sums[r][c] = zeros();
-    for (long w = 0; w < words; w++, q += stride) {
-        words16 k[4];
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) {
-            k[c] = load_words(keys[c] + w * LANES * PACK);
-            ask_outer(ahead[c] + w * LANES * PACK);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            words16 v = word(q + r);
-#pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) sums[r][c] = multiply_add(sums[r][c], k[c], v);
-        }
-    }
-    const lanes factor = fill(scale);
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) store(scores + r * SCORE_STRIDE + c * LANES, mul(sums[r][c], factor));
-}
-
-/* Add the weighted values of `groups` times PACK keys, a run, to `columns` registers of sums of `rows` rows. With
- * `half` there is one more key, in the lower half of its words: what is beside it was never written. */
-INLINE void NAME(weigh_run)(const int rows, const int columns, const element *weights, const element *values,
-                            const element *ahead, long groups, int half, long head_dim, const lane_mask *masks,
-                            lanes sums[MOST_ROWS][4]) {
-    for (long g = 0; g < groups + half; g++, values += head_dim * PACK, ahead += head_dim * PACK) {
-        words16 v[4];
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) {
-            v[c] = load_words_part(values + c * LANES * PACK, masks[c]);
-            ask_outer(ahead + c * LANES * PACK);
-        }
-        if (PACK == 2 && g == groups)
-#pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) v[c] = and_words(v[c], fill_words(0xffff));
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            words16 p = word(weights + r * WEIGHT_STRIDE + g * PACK);
-#pragma GCC unroll 4
-            for (int c = 0; c < columns; c++) sums[r][c] = multiply_add(sums[r][c], v[c], p);
-        }
-    }
-}
 
 /* 2^x for x <= 0, 0 far below, NaN for NaN: to about one unit in the last place, or to 3e-6 of it where the result is
  * rounded to bfloat16. (x - its nearest whole number) in a polynomial that is 1 at 0. */
@@ -85,35 +30,6 @@ INLINE lanes NAME(power_of_two)(lanes x, const int exactly) {
         p = fused(p, r, fill(6.9312418e-1f));
     }
     return scale_by_power(fused(p, r, fill(1.0f)), n);
-}
-
-/* Weights of the `visible` keys of a row, 2^(score - maximum), and 0 up to `end`. Returns their sum, as rounded. */
-INLINE float NAME(soften)(const float *scores, long visible, long end, element *weights, float *maximum) {
-    const long whole = visible / LANES * LANES;
-    const lane_mask every = first_lanes(LANES);
-    lanes top = fill(-INFINITY), second = top, total = zeros();
-    element ones[LANES];
-    long i = 0;
-    for (; i + LANES < whole; i += 2 * LANES) {
-        top = higher(top, load(scores + i));
-        second = higher(second, load(scores + i + LANES));
-    }
-    for (; i < visible; i += LANES) {
-        const lane_mask mask = first_lanes(visible - i);
-        top = higher_part(top, mask, load_part(scores + i, mask));
-    }
-    *maximum = top_lane(higher(top, second));
-    const lanes high = fill(*maximum);
-    for (i = 0; i < whole; i += LANES)
-        store_lanes(weights + i, every, NAME(power_of_two)(sub(load(scores + i), high), PACK == 1));
-    for (; i < pieces(end, LANES * PACK) * LANES * PACK; i += LANES) {
-        const lane_mask mask = first_lanes(visible - i);
-        const lanes v = NAME(power_of_two)(sub(load_part(scores + i, mask), high), PACK == 1);
-        store_lanes(weights + i, every, keep(mask, v));
-    }
-    store_lanes(ones, every, fill(1.0f));
-    for (i = 0; i < visible; i += LANES * PACK) total = multiply_add(total, load_words(weights + i), word(ones));
-    return sum_lanes(total);
 }
 
 /* What rows and splits leave: [head_dim + 2] floats a row: maximum, sum of weights, sums of weighted values. */

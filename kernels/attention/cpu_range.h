@@ -25,15 +25,15 @@ typedef struct {
 } query_unit;
 
 typedef struct {
-    const element *q; /* [rows, q_stride] */
-    element *y;       /* [rows, y_stride] */
+    const void *q; /* [rows, q_stride] elements, or float32 for keys and values of halves */
+    element *y;    /* [rows, y_stride] */
     tiles_of_layer pool;
     const query_piece *pieces;
     const query_unit *units;
     float *partials; /* [*, head_dim + 2] */
     uint64_t *ended; /* [pieces, kv_heads] splits computed, of all layers so far */
     baton_team *team;
-    long num_units, q_stride, y_stride, group;
+    long num_units, q_stride, q_bytes, y_stride, group; /* q_bytes: of a number of q */
     float scale;
 } NAME(attention);
 
@@ -49,7 +49,7 @@ typedef struct {
 typedef struct {
     long head, begin, common;
     int rows, ranges;
-    const element *q[MOST_ROWS];
+    const char *q[MOST_ROWS];
     float *result[MOST_ROWS]; /* where their results go, or what they are joined to */
     long visible[MOST_ROWS];
     query_range range[MOST_ROWS + 1]; /* the common one first */

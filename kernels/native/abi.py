@@ -11,7 +11,7 @@ from typing import Any
 
 DTYPES = ("bfloat16", "float32")
 FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4 = range(3)
-KV_ELEMENTS, KV_INT8 = range(2)
+KV_ELEMENTS, KV_INT8, KV_FLOAT16 = range(3)
 TO_ELEMENTS, TO_SUM, TO_GATED, TO_FLOATS = range(4)
 EMBEDDING_KINDS = ("float32", "bfloat16", "float16")
 BLOCK = 32

@@ -8,7 +8,7 @@ enum { MOST_INTEGERS = 512 };
 
 static int check_group(const baton_model *model, const baton_step *step, const baton_group *group) {
     if (!power_of_two(group->block_size) || group->block_size < 16 || group->num_blocks < 1) return BAD_MODEL;
-    if (group->format != KV_ELEMENTS && group->format != KV_INT8) return BAD_MODEL;
+    if (group->format < KV_ELEMENTS || group->format > KV_FLOAT16) return BAD_MODEL;
     if (group->format == KV_INT8 && model->head_dim > MOST_INTEGERS) return BAD_MODEL;
     for (int64_t i = 0; i < step->num_tokens; i++)
         if (group->slots[i] < -1 || group->slots[i] >= group->num_blocks * group->block_size) return BAD_SLOT;

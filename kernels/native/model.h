@@ -35,7 +35,7 @@ typedef struct {
     const float *quick_norms;      /* [blocks of 32][2][32] */
 } baton_model;
 
-enum { KV_ELEMENTS, KV_INT8 };
+enum { KV_ELEMENTS, KV_INT8, KV_FLOAT16 };
 
 typedef struct {
     void *pool; /* [num_blocks, num_layers, 2, kv_heads, block_size, head_dim] as `format` says, see store_kv/ */

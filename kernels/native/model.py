@@ -16,6 +16,7 @@ from kernels.native.abi import (
     BLOCK,
     EMBEDDING_KINDS,
     KV_ELEMENTS,
+    KV_FLOAT16,
     KV_INT8,
     GroupStruct,
     LayerStruct,
@@ -84,6 +85,10 @@ class GroupPlan:
 
     block_tables: Sequence[Sequence[int]]  # per sequence
     slots: Sequence[int]  # [num_tokens] or more; -1: not stored
+
+
+_KV_FORMATS = {torch.int8: KV_INT8, torch.float16: KV_FLOAT16}
+"""Of pools that are not of the model's dtype."""
 
 
 def require_runnable(dtype: torch.dtype, head_dim: int) -> None:
@@ -173,7 +178,8 @@ class NativeModel:
             seq_lens: [num_seqs] tokens visible to the last row of each sequence.
             logit_rows: [num_logit_rows] int64.
             pools: per group [num_blocks, num_layers, 2, kv_heads, block_size, head_dim], contiguous, of the model's
-                dtype; or int8, every block with its scales behind it, as `shared.kv.pool.Pool.views` has them.
+                dtype or float16; or int8, every block with its scales behind it, as `shared.kv.pool.Pool.views` has
+                them.
 
             top_only: the caller looks for the largest logits alone. With a quick head, tokens that cannot be the
                 largest then have minus infinity; those that can, the bits they have otherwise.
@@ -212,8 +218,9 @@ class NativeModel:
         """Rotate queries in place, rotate and store keys, store values of layer `index` of the first group: for tests.
 
         Args:
-            qkv: [num_tokens, q_heads + 2 kv_heads, head_dim], contiguous.
+            qkv: [num_tokens, q_heads + 2 kv_heads, head_dim], contiguous; float32 for a pool of float16.
         """
+        assert qkv.dtype == plan.operands(self.dtype), (qkv.dtype, self.dtype)
         assert qkv.shape[1:] == (self.shape.q_heads + 2 * self.shape.kv_heads, self.shape.head_dim), qkv.shape
         assert qkv.is_contiguous()
         arguments = ctypes.byref(self.struct), ctypes.byref(plan.struct), qkv.data_ptr(), index
@@ -223,14 +230,15 @@ class NativeModel:
         """Attention of so many layers of the first group, one after the other, for tests and benchmarks.
 
         Args:
-            q: [num_tokens, q_heads, head_dim], contiguous.
+            q: [num_tokens, q_heads, head_dim], contiguous; float32 for a pool of float16.
 
         Returns:
-            The last layer's results, in the same shape.
+            The last layer's results, in the same shape, of the model's dtype.
         """
+        assert q.dtype == plan.operands(self.dtype), (q.dtype, self.dtype)
         assert q.shape[1:] == (self.shape.q_heads, self.shape.head_dim), q.shape
         assert q.is_contiguous()
-        y = torch.full_like(q, float("nan"))
+        y = torch.full_like(q, float("nan"), dtype=self.dtype)
         pointers = ctypes.byref(self.struct), ctypes.byref(plan.struct), q.data_ptr(), y.data_ptr()
         self.team.call("baton_attention", self.dtype, *pointers, layers.start, layers.stop)
         return y
@@ -275,6 +283,7 @@ class StepArrays:
         for i, (place, pool) in enumerate(zip(places, pools, strict=True)):
             structs[i] = group_struct(model, pool, [base + 8 * first for first in place])
         self._kept = (token_ids, positions, logit_rows, logits, pools, structs, array)
+        self._first_pool = pools[0].dtype
         self.struct = StepStruct(
             num_tokens,
             len(seq_lens),
@@ -288,6 +297,10 @@ class StepArrays:
             ctypes.addressof(structs),
             logits.data_ptr(),
         )
+
+    def operands(self, dtype: torch.dtype) -> torch.dtype:
+        """What queries, and keys and values before they are stored, are in the first group of a model of `dtype`."""
+        return torch.float32 if self._first_pool == torch.float16 else dtype
 
 
 class _Numbers:
@@ -318,8 +331,8 @@ def _places(numbers: _Numbers, group: GroupPlan, num_tokens: int, num_seqs: int)
 def group_struct(model: NativeModel, pool: Tensor, addresses: Sequence[int]) -> GroupStruct:
     num_blocks, num_layers, two, kv_heads, block_size, head_dim = pool.shape
     assert (two, kv_heads, head_dim) == (2, model.shape.kv_heads, model.shape.head_dim), pool.shape
-    assert pool.dtype in (model.dtype, torch.int8), (pool.dtype, model.dtype)
-    kv_format = KV_INT8 if pool.dtype == torch.int8 else KV_ELEMENTS
+    assert pool.dtype in (model.dtype, *_KV_FORMATS), (pool.dtype, model.dtype)
+    kv_format = _KV_FORMATS.get(pool.dtype, KV_ELEMENTS)
     scales = SCALE_BYTES if kv_format == KV_INT8 else 0  # of a vector, behind the block's tiles
     vectors = num_layers * 2 * kv_heads * block_size
     assert pool[0].is_contiguous()

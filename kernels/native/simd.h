@@ -37,6 +37,7 @@
  *   load_halves(p, mask)            16 uint16, widened to words
  *   store_halves(p, mask, w)        the lower 16 bits of words
  *   load_float16(p, mask) load_bfloat16(p, mask)  as floats
+ *   store_float16(p, mask, v)       16 floats, rounded to nearest, ties to even
  *   or_nan(w, v)                    w, the bits of a NaN where v is one
  *   to_bfloat16(v)                  in the lower halves of words; to nearest, ties to even
  *   store_bfloat16(p, mask, v)      16 floats, so rounded

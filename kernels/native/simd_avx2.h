@@ -278,13 +278,19 @@ INLINE lanes load_float16(const void *p, lane_mask mask) {
     const halves16 h = load_halves_narrow(p, mask);
     return (lanes){_mm256_cvtph_ps(h.low), _mm256_cvtph_ps(h.high)};
 }
-INLINE void store_halves(void *p, lane_mask mask, words16 w) {
-    w = and_words(w, fill_words(0xffff));
-    const __m256i all = in_order(_mm256_packus_epi32(w.low, w.high));
+INLINE void store_halves_narrow(void *p, lane_mask mask, __m256i all) {
     if (mask == LANES)
         _mm256_storeu_si256(p, all);
     else
         memcpy(p, &all, (size_t)mask * sizeof(uint16_t));
+}
+INLINE void store_halves(void *p, lane_mask mask, words16 w) {
+    w = and_words(w, fill_words(0xffff));
+    store_halves_narrow(p, mask, in_order(_mm256_packus_epi32(w.low, w.high)));
+}
+INLINE void store_float16(void *p, lane_mask mask, lanes v) {
+    const __m128i low = _mm256_cvtps_ph(v.low, _MM_FROUND_TO_NEAREST_INT);
+    store_halves_narrow(p, mask, _mm256_setr_m128i(low, _mm256_cvtps_ph(v.high, _MM_FROUND_TO_NEAREST_INT)));
 }
 INLINE words16 or_nan(words16 w, lanes v) {
     const lanes nan = lanes_of(fill_words(0x7fc00000)), own = lanes_of(w);

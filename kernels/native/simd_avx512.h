@@ -162,6 +162,9 @@ INLINE words16 load_halves(const void *p, lane_mask mask) {
 INLINE lanes load_float16(const void *p, lane_mask mask) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, p));
 }
+INLINE void store_float16(void *p, lane_mask mask, lanes v) {
+    _mm256_mask_storeu_epi16(p, mask, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 INLINE void store_halves(void *p, lane_mask mask, words16 w) {
     _mm256_mask_storeu_epi16(p, mask, _mm512_cvtepi32_epi16(w));
 }

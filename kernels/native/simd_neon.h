@@ -235,6 +235,9 @@ INLINE void store_halves(void *p, lane_mask mask, words16 w) {
     for (int i = 0; i < 4; i++) vst1_u16(all + 4 * i, vmovn_u32(w.q[i]));
     memcpy(p, all, (size_t)mask * sizeof *all);
 }
+INLINE void store_float16(void *p, lane_mask mask, lanes v) {
+    store_halves(p, mask, EACH(words16, vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(v.q[i])))));
+}
 INLINE words16 or_nan(words16 w, lanes v) {
     return EACH(words16, vbslq_u32(vceqq_f32(v.q[i], v.q[i]), w.q[i], vdupq_n_u32(0x7fc00000)));
 }

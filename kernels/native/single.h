@@ -54,8 +54,9 @@ int NAME(baton_norm)(baton_team *team, const float *x, const float *weight, elem
     return NAME(run_single)(team, rows, NAME(norm_item), &norm);
 }
 
-/* Rotate and store layer `index` of the first group: qkv is [num_tokens, q_heads + 2 kv_heads, head_dim]. */
-int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_step *step, element *qkv,
+/* Rotate and store layer `index` of the first group: qkv is [num_tokens, q_heads + 2 kv_heads, head_dim], float32 for
+ * keys and values of halves. */
+int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_step *step, void *qkv,
                        int64_t index) {
     const int code = NAME(check)(model, step);
     if (code) return code;
@@ -68,7 +69,7 @@ int NAME(baton_rotate)(baton_team *team, const baton_model *model, const baton_s
 }
 
 /* Attention of the first `layers` layers of the first group, one after the other: q and y are [num_tokens, q_heads,
- * head_dim], y of the last. */
+ * head_dim], y of the last; q is float32 for keys and values of halves. */
 typedef struct {
     const baton_step *step;
     const attention_plan *plan;
@@ -87,7 +88,7 @@ static void NAME(attention_program)(void *argument, baton_team *team, int thread
     }
 }
 
-int NAME(baton_attention)(baton_team *team, const baton_model *model, const baton_step *step, const element *q,
+int NAME(baton_attention)(baton_team *team, const baton_model *model, const baton_step *step, const void *q,
                           element *y, int64_t first, int64_t last) {
     int code = NAME(check)(model, step);
     if (code) return code;

@@ -25,7 +25,8 @@ typedef struct {
     const baton_step *step;
     baton_team *team;
     float *sums, *picked;                     /* [tokens, hidden], [logits, hidden] */
-    element *normed, *qkv, *heads, *gated;    /* strides below */
+    element *normed, *heads, *gated;          /* strides below */
+    void *qkv;                                /* elements, or float32: NAME(number_bytes) */
     long hidden_stride, qkv_stride, heads_stride, gated_stride;
     const attention_plan *plans; /* [groups] */
     float *partials;
@@ -84,12 +85,14 @@ static void NAME(pick_item)(const void *argument, long i, int thread) {
     const long row = run->step->logit_rows[i], hidden = run->model->hidden;
     const long width = run->model->q_heads * run->model->head_dim;
     memcpy(run->picked + i * hidden, run->sums + row * hidden, (size_t)hidden * sizeof(float));
-    memcpy(run->qkv + i * run->qkv_stride, run->heads + row * run->heads_stride, (size_t)width * sizeof(element));
+    element *heads = (element *)run->qkv + i * run->qkv_stride;
+    memcpy(heads, run->heads + row * run->heads_stride, (size_t)width * sizeof(element));
 }
 
 static tiles_of_layer NAME(layer_tiles)(const baton_model *model, const baton_group *group, long index) {
     const int integers = group->format == KV_INT8;
-    const long vector = model->head_dim * (integers ? 1 : (long)sizeof(element)), head = group->block_size * vector;
+    const long number = integers ? 1 : group->format == KV_FLOAT16 ? 2 : (long)sizeof(element);
+    const long vector = model->head_dim * number, head = group->block_size * vector;
     const long layer = 2 * model->kv_heads * head, tiles = group->num_layers * layer;
     const long scales = integers ? 2 * model->kv_heads * group->block_size * (long)sizeof(float) : 0;
     return (tiles_of_layer){
@@ -104,6 +107,11 @@ static tiles_of_layer NAME(layer_tiles)(const baton_model *model, const baton_gr
         .block_shift = __builtin_ctzll((unsigned long long)group->block_size),
         .format = (int)group->format,
     };
+}
+
+/* Bytes of a number of q, k and v. Those that are stored as halves are not rounded to elements before. */
+INLINE long NAME(number_bytes)(const baton_group *group) {
+    return group->format == KV_FLOAT16 ? (long)sizeof(float) : (long)sizeof(element);
 }
 
 static void NAME(rotate_and_store)(NAME(run) *run, const baton_layer *layer) {
@@ -122,6 +130,7 @@ static NAME(attention) NAME(attention_of)(const baton_model *model, const baton_
         .pieces = plan->pieces,
         .units = plan->units,
         .num_units = plan->num_units,
+        .q_bytes = NAME(number_bytes)(group),
         .ended = plan->ended,
         .partials = partials,
         .team = team,
@@ -184,7 +193,9 @@ static void NAME(program)(void *argument, baton_team *team, int thread) {
     for (long i = 0; i < model->num_layers; i++) {
         const baton_layer *layer = &model->layers[i];
         NAME(normalize)(run, sums, layer->attention_norm, rows);
-        NAME(multiply)(run, &layer->qkv, run->normed, run->hidden_stride, run->qkv, run->qkv_stride, rows, TO_ELEMENTS);
+        const int halves = step->groups[layer->group].format == KV_FLOAT16;
+        NAME(multiply)(run, &layer->qkv, run->normed, run->hidden_stride, run->qkv, run->qkv_stride, rows,
+                       halves ? TO_FLOATS : TO_ELEMENTS);
         NAME(rotate_and_store)(run, layer);
         const int last = i == model->num_layers - 1;
         if (last && !step->num_logits) return;
@@ -243,6 +254,9 @@ static int NAME(reserve_quick)(NAME(run) *run) {
 static int NAME(reserve)(NAME(run) *run) {
     const baton_model *m = run->model;
     const size_t tokens = (size_t)run->step->num_tokens, wanted = (size_t)run->step->num_logits;
+    size_t number = sizeof(element);
+    for (long g = 0; g < run->step->num_groups; g++)
+        number = (size_t)larger((long)number, NAME(number_bytes)(&run->step->groups[g]));
     run->hidden_stride = NAME(stride)(m->hidden);
     run->qkv_stride = NAME(stride)((m->q_heads + 2 * m->kv_heads) * m->head_dim);
     run->heads_stride = NAME(stride)(m->q_heads * m->head_dim);
@@ -250,7 +264,7 @@ static int NAME(reserve)(NAME(run) *run) {
     run->sums = team_memory(run->team, -1, SUMS, tokens * (size_t)m->hidden * sizeof(float));
     run->picked = team_memory(run->team, -1, PICKED, wanted * (size_t)m->hidden * sizeof(float));
     run->normed = team_memory(run->team, -1, NORMED, tokens * (size_t)run->hidden_stride * sizeof(element));
-    run->qkv = team_memory(run->team, -1, QKV, tokens * (size_t)run->qkv_stride * sizeof(element));
+    run->qkv = team_memory(run->team, -1, QKV, tokens * (size_t)run->qkv_stride * number);
     run->heads = team_memory(run->team, -1, HEADS, tokens * (size_t)run->heads_stride * sizeof(element));
     run->gated = team_memory(run->team, -1, GATED, tokens * (size_t)run->gated_stride * sizeof(element));
     run->quantized = team_memory(run->team, -1, QUANTIZED, NAME(quantized_memory)(m, (long)tokens, (long)wanted));

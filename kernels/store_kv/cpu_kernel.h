@@ -5,6 +5,8 @@
  * one register holds what 16 sums take of n keys. Either way 16 keys are one run of as many vectors.
  *
  *   KV_ELEMENTS  a word is PACK elements
+ *   KV_FLOAT16   a word is one half, 16 bits: converted to float32 lane by lane. What goes beyond the largest, 65504,
+ *                is stored as that; a NaN or an infinity as a NaN
  *   KV_INT8      a word is four bytes, key = scale * (byte - 128), value = scale * signed byte; the scales are float32
  *                [layers][2][kv_heads][block_size] behind all tiles of the block. A vector with a NaN or an infinity has
  *                the scale NaN. */
@@ -101,12 +103,37 @@ static void NAME(store_int8)(const tiles_of_layer *pool, char *tile, float *scal
     }
 }
 
-/* Keys and values of one token into its slot; [kv_heads, head_dim] each. */
-static void NAME(store_token)(const tiles_of_layer *pool, long slot, const element *keys, const element *values) {
+static const float MOST_HALF = 65504.0f;
+
+INLINE void store_half(void *p, lane_mask mask, lanes v) {
+    const lanes within = lower(fill(MOST_HALF), higher(fill(-MOST_HALF), v));
+    store_float16(p, mask, fused(v, zeros(), within)); /* an infinity times zero is a NaN */
+}
+
+static void store_float16_token(const tiles_of_layer *pool, char *tile, long offset, const float *keys,
+                                const float *values) {
+    const long d = pool->head_dim;
+    for (long h = 0; h < pool->kv_heads; h++, tile += pool->head_stride, keys += d, values += d) {
+        uint16_t *key = (uint16_t *)tile + offset / LANES * LANES * d + offset % LANES;
+        uint16_t *value = (uint16_t *)(tile + pool->value_offset) + offset * d;
+        for (long i = 0; i < d; i += LANES) {
+            const lane_mask mask = first_lanes(d - i);
+            uint16_t halves[LANES];
+            store_half(halves, first_lanes(LANES), load_part(keys + i, mask));
+            for (long j = 0; j < smaller(LANES, d - i); j++) key[(i + j) * LANES] = halves[j];
+            store_half(value + i, mask, load_part(values + i, mask));
+        }
+    }
+}
+
+/* Keys and values of one token into its slot; [kv_heads, head_dim] each, of KV_FLOAT16 float32. */
+static void NAME(store_token)(const tiles_of_layer *pool, long slot, const void *keys, const void *values) {
     const long block = slot >> pool->block_shift, offset = offset_in_block(pool, slot);
     char *tile = pool->base + block * pool->block_stride;
     if (pool->format == KV_INT8)
         NAME(store_int8)(pool, tile, (float *)(pool->scales + block * pool->block_stride), offset, keys, values);
+    else if (pool->format == KV_FLOAT16)
+        store_float16_token(pool, tile, offset, keys, values);
     else
         NAME(store_elements)(pool, tile, offset, keys, values);
 }

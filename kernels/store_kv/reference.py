@@ -41,8 +41,15 @@ def store_kv(kv: Tensor, pool: Tensor, plan: StorePlan) -> None:
     if plan.blocks.numel() == 0:
         return
     rows = kv if plan.rows is None else kv.index_select(0, plan.rows)
+    rows = rows if rows.dtype == pool.dtype else to_halves(rows)
     by_slot = pool.permute(0, 3, 1, 2, 4)  # [num_blocks, block_size, 2, num_kv_heads, head_dim]
     by_slot.index_put_((plan.blocks, plan.offsets), rows)
+
+
+def to_halves(x: Tensor) -> Tensor:
+    """As float16: beyond its largest finite number that, and a NaN for what is no finite number."""
+    most = torch.finfo(torch.float16).max
+    return (x.clamp(-most, most) + x * 0).to(torch.float16)
 
 
 def quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from services.cli.cores import has_gpu
 from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
 from shared.contracts.errors import SettingsError
-from shared.kv.layout import FP8, KV_SETTINGS
+from shared.kv.layout import FLOAT16, FP8, KV_SETTINGS
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
@@ -70,6 +70,8 @@ def kernels(settings: Settings, env: Mapping[str, str]) -> Finding:
     on_gpu = settings.engine.device != "cpu" and has_gpu()
     if settings.kv.dtype == "fp8" and not on_gpu:
         return Finding("kernels", FAIL, "kv.dtype 'fp8' needs a GPU", "set kv.dtype to int8 or auto")
+    if settings.kv.dtype == FLOAT16 and on_gpu:
+        return Finding("kernels", FAIL, "kv.dtype 'float16' is for CPUs", "set kv.dtype to int8, fp8 or auto")
     if not on_gpu and (wanted := next((q for e in served_models(settings) if (q := e.quant) in GPU_ONLY), None)):
         return Finding("kernels", FAIL, f"quant {wanted!r} needs a GPU", "set quant to int8 or none")
     needed = not on_gpu and any(entry.quant != "none" for entry in served_models(settings))
@@ -138,13 +140,15 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
         digest, gate = model_digest(folder), open_gate(cache_dir(env))
     except SettingsError:
         return Finding("quality", SKIP, f"looked at once the model {entry.name} is there")
-    kv = KV_SETTINGS.get(settings.kv.dtype, SAME)
-    native = kernels(settings, env).verdict == OK or entry.quant != "none" or kv != SAME
+    kv = FLOAT16 if settings.kv.dtype == FLOAT16 else KV_SETTINGS.get(settings.kv.dtype, SAME)
+    native = kernels(settings, env).verdict == OK or entry.quant != "none" or kv not in (SAME, FLOAT16)
     family = "triton" if settings.engine.device != "cpu" and has_gpu() else "native" if native else "torch"
     dtype = gate.default_dtype(digest, family) if entry.dtype == AUTO else entry.dtype
     configuration = Configuration(family, dtype, entry.quant or "none", kv)
     if kv == FP8 and family != "triton":
         return Finding("quality", SKIP, "kv.dtype 'fp8' needs a GPU")
+    if kv == FLOAT16 and family == "triton":
+        return Finding("quality", SKIP, "kv.dtype 'float16' is for CPUs")
     line = gate.describe(digest, configuration)
     if gate.allows(digest, configuration):
         return Finding("quality", OK, line)

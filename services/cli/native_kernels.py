@@ -41,6 +41,8 @@ def prepare_kernels(
         raise SettingsError(f"kv.dtype {settings.kv.dtype!r} {conflict}", param="kv.dtype")
     if settings.kv.dtype == "fp8" and not (settings.workers.fake or has_gpu()):
         raise SettingsError("kv.dtype 'fp8' needs a GPU, and there is none here", param="kv.dtype")
+    if settings.kv.dtype == "float16" and engine.device != "cpu" and not settings.workers.fake and has_gpu():
+        raise SettingsError("kv.dtype 'float16' is for CPUs, and a GPU computes here", param="kv.dtype")
     wanting = [(f"quant {model.quant!r}", "engine.quant") for model in models if model.quant != "none"]
     wanting += [("kv.dtype 'int8'", "kv.dtype")] if settings.kv.dtype == "int8" else []
     on_gpu = engine.device != "cpu" and has_gpu()

@@ -18,9 +18,9 @@ from shared.engine.forward_batch import ForwardBatch, build_forward_batch
 from shared.engine.sampler import constrained_rows, logprobs_of, sample_greedily, sample_sequences
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.grammar.row_masks import NO_MASKS, RowMasks, StepMasks
-from shared.kv.layout import INT8
 from shared.kv.pool import Pool
-from shared.model.decoder import DTYPES, Model
+from shared.model.decoder import Model
+from shared.model.kv_dtype import takes_kv
 from shared.model.native_decoder import NativeDecoder
 
 log = logging.getLogger("baton.worker")
@@ -51,8 +51,7 @@ class ModelRunner:
         # what the last step sampled: all that a step planned meanwhile can refer to. () after a bad row
         self._last: dict[str, tuple[int, ...]] = {}
         for group in self._groups:
-            integers = group.dtype == INT8 and model.kernels.native is not None
-            if DTYPES.get(group.dtype) != model.dtype and not integers:
+            if not takes_kv(model, group.dtype):
                 raise SettingsError(f"KV dtype {group.dtype} differs from the model's {model.dtype}", param="kv.dtype")
             if group.tile_layout != model.kernels.tile_layout:
                 raise SettingsError(

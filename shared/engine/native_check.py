@@ -30,7 +30,7 @@ class NativeCheck:
     """One random layer of a model's shape.
 
     Args:
-        kv_dtype: "int8", or "" for KV as the model computes.
+        kv_dtype: "int8" or "float16", or "" for KV as the model computes.
 
     Raises:
         NativeUnavailable: the system gives no threads.

@@ -61,7 +61,7 @@ def run_self_check(
     """Check the operations in the model's own shapes (the head's width shortened). Takes under two seconds.
 
     Args:
-        kv_dtype: how KV is kept, if not as the model computes: native kernels' alone.
+        kv_dtype: how KV is kept, if not as the model computes; of integers native kernels' alone.
     """
     start = time.perf_counter()
     if kernels.native is not None:
@@ -72,7 +72,7 @@ def run_self_check(
     checks = [_check_linear(name, shape, dtype, kernels, generator) for name, shape in _linear_shapes(config).items()]
     checks.append(_check_rows("norm", _norm(config.hidden_size, dtype, generator)))
     checks.append(_check_rows("activation", _activation(config.intermediate_size, dtype, generator)))
-    checks.append(_check_attention(config, dtype, generator))
+    checks.append(_check_attention(config, dtype, generator, getattr(torch, kv_dtype) if kv_dtype else dtype))
     return SelfCheck(tuple(checks), time.perf_counter() - start)
 
 
@@ -123,11 +123,13 @@ def _check_rows(name: str, case: tuple[Callable[[Tensor], Tensor], Tensor]) -> C
     return Check(name, True)
 
 
-def _check_attention(config: ModelConfig, dtype: torch.dtype, generator: torch.Generator) -> Check:
+def _check_attention(
+    config: ModelConfig, dtype: torch.dtype, generator: torch.Generator, kv_dtype: torch.dtype
+) -> Check:
     """A sequence whole, in chunks, and by single tokens beside a neighbour must give the same bits."""
     heads, kv_heads, head_dim = config.num_q_heads, config.num_kv_heads, config.head_dim
     num_blocks = -(-_SEQ_LEN // _BLOCK_SIZE)
-    pool = _random(generator, dtype, 2 * num_blocks, 2, kv_heads, _BLOCK_SIZE, head_dim)
+    pool = _random(generator, kv_dtype, 2 * num_blocks, 2, kv_heads, _BLOCK_SIZE, head_dim)
     table = tuple(range(num_blocks - 1, -1, -1))
     other = tuple(range(num_blocks, 2 * num_blocks))
     pool[0, :, :, _SEQ_LEN % _BLOCK_SIZE :] = float("nan")

@@ -200,7 +200,8 @@ def owner_lives(folder: Path, name: str) -> bool:
 @cache
 def _tokens_of_tiles(group: LayerGroup) -> NDArray[np.int64]:
     """[2, bytes of a tile]: the token that each byte of keys, and of values, belongs to."""
-    return np.array(tokens_of_bytes(group.tile_layout, group.block_size, group.head_dim, ITEM_BYTES[group.dtype]))
+    size = ITEM_BYTES[group.dtype]
+    return np.array(tokens_of_bytes(group.tile_layout, group.block_size, group.head_dim, size, group.dtype))
 
 
 def open_plain(folder: Path, name: str) -> int:

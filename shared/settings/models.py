@@ -66,9 +66,14 @@ def quant_conflict(settings: Settings, model: ModelEntry) -> str:
 
 
 def kv_conflict(settings: Settings) -> str:
-    """Why KV cannot be of 8 bits with these settings; "" for no reason."""
+    """Why KV cannot be kept in that dtype with these settings; "" for no reason."""
+    engine = settings.engine
     if settings.kv.dtype == "fp8":
         return _gpu_conflict(settings)
+    if settings.kv.dtype == "float16" and not settings.workers.fake:
+        if engine.kernels == "triton":
+            return "is for CPUs, not engine.kernels = 'triton'"
+        return "is for CPUs, not engine.device = 'cuda'" if engine.device == "cuda" else ""
     return _integers_conflict(settings) if settings.kv.dtype == "int8" else ""
 
 

@@ -91,10 +91,10 @@ class ModelEntry(Section):
 class KvSettings(Section):
     """KV cache blocks."""
 
-    dtype: Literal["auto", "bfloat16", "float32", "int8", "fp8"] = Field(
+    dtype: Literal["auto", "bfloat16", "float32", "float16", "int8", "fp8"] = Field(
         "auto",
-        description="auto: as the model computes; int8: half the memory, by native kernels or on a GPU; fp8: on a GPU, "
-        "sm_89 or newer",
+        description="auto: as the model computes; float16: on a CPU, half the memory of float32; int8: half of "
+        "bfloat16's, by native kernels or on a GPU; fp8: on a GPU, sm_89 or newer",
     )
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
     pool_bytes: int = Field(0, ge=0, description="size of each worker's pool, bytes; 0 derives it from free memory")

@@ -30,7 +30,7 @@ def team(level: str) -> Team:
 
 
 def integers(team: Team, dtype: torch.dtype, heads: tuple[int, int, int], seq_len: int, seed: int = 0) -> Cache:
-    return Cache(make_model(team, dtype, heads), seq_len, seed=seed, integers=True)
+    return Cache(make_model(team, dtype, heads), seq_len, seed=seed, kv=torch.int8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,7 +73,7 @@ PREFIXES = [
 
 @pytest.mark.parametrize("heads", [(2, 2, 32), (7, 1, 64), (13, 1, 16)], ids=str)
 def test_sharing_blocks_changes_no_bit(level: str, heads: tuple[int, int, int]) -> None:
-    shared = Shared(make_model(team_of(level, 1), torch.bfloat16, heads, 1600), PREFIXES, integers=True)
+    shared = Shared(make_model(team_of(level, 1), torch.bfloat16, heads, 1600), PREFIXES, kv=torch.int8)
     steps = [(i, rows) for i in range(len(PREFIXES)) for rows in (1, 3, 8)]
     alone = [shared.attend([step])[0] for step in steps]
     model = make_model(team_of(level, 3), torch.bfloat16, heads, 1600)
@@ -86,8 +86,8 @@ def test_sharing_blocks_changes_no_bit(level: str, heads: tuple[int, int, int]) 
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_block_size_does_not_enter_the_result(team: Team, block_size: int) -> None:
     model = make_model(team, torch.bfloat16, (6, 2, 32))
-    expected = Cache(model, 600, integers=True).attend(0, 600)
-    assert torch.equal(Cache(model, 600, block_size, integers=True).attend(0, 600), expected)
+    expected = Cache(model, 600, kv=torch.int8).attend(0, 600)
+    assert torch.equal(Cache(model, 600, block_size, kv=torch.int8).attend(0, 600), expected)
 
 
 def test_later_tokens_of_the_sequence_do_not_reach_an_earlier_step(team: Team) -> None:
@@ -146,12 +146,12 @@ def test_tokens_are_stored_as_the_reference_quantizes_them(
 ) -> None:
     q_heads, kv_heads, head_dim = heads
     model = make_model(team_of(level, 2), dtype, heads)
-    cache = Cache(model, 40, block_size=16, integers=True)
+    cache = Cache(model, 40, block_size=16, kv=torch.int8)
     qkv = rand(0, 20, q_heads + 2 * kv_heads, head_dim).to(dtype)
     qkv[3, q_heads] = 0
     qkv[4, q_heads + kv_heads, 0] = float("nan")
     qkv[5, q_heads + kv_heads] = 1e30
-    other = Cache(model, 40, block_size=16, seed=1, integers=True)  # of other contents, written over
+    other = Cache(model, 40, block_size=16, seed=1, kv=torch.int8)  # of other contents, written over
     other.table = cache.table
     model.rotate(qkv, make_plan(model, other.pool, [(13, 20)], [cache.table], unstored=1))
     other.guarded.check()

@@ -99,6 +99,20 @@ def stored_integers(team: Team, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.cat(token_at(pool.tensor, *place)) for place in places])
 
 
+def stored_halves(team: Team, dtype: torch.dtype) -> Tensor:
+    """Keys and values of the same five tokens, which come as float32, as halves."""
+    q_heads, kv_heads, head_dim = HEADS
+    model = make_model(team, dtype, HEADS)
+    pool = Guarded(4, 1, 2, kv_heads, 16, head_dim, dtype=torch.float16)
+    qkv = Guarded.of(rand(0, 5, q_heads + 2 * kv_heads, head_dim))
+    model.rotate(qkv.tensor, make_plan(model, pool.tensor, [(13, 5)], [[2, 1]]))
+    pool.check()
+    qkv.check()
+    assert int(pool.tensor.isnan().sum()) == pool.tensor.numel() - 5 * 2 * kv_heads * head_dim
+    places = [(2, 13), (2, 14), (2, 15), (1, 0), (1, 1)]
+    return torch.stack([torch.cat(token_at(pool.tensor, *place)) for place in places]).float()
+
+
 def rotated(team: Team, dtype: torch.dtype) -> dict[str, Tensor]:
     """Queries of five tokens, and their keys and values in the pool, whose other tokens stay NaN."""
     q_heads, kv_heads, head_dim = HEADS
@@ -122,9 +136,9 @@ def right_rotated(dtype: torch.dtype) -> dict[str, Tensor]:
     return {"queries": qkv[:, :q_heads], "stored": qkv[:, q_heads:]}
 
 
-def attended(team: Team, dtype: torch.dtype, integers: bool = False) -> tuple[Tensor, Tensor]:
+def attended(team: Team, dtype: torch.dtype, kv: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """A prompt in one piece, then its last token alone, over a pool of NaN; and what a textbook says."""
-    kept = Cache(make_model(team, dtype, HEADS), 131, integers=integers)
+    kept = Cache(make_model(team, dtype, HEADS), 131, kv=kv)
     whole = kept.attend(0, 131)
     assert torch.equal(kept.attend(130, 131)[0], whole[130])
     return whole, kept.textbook()
@@ -134,7 +148,8 @@ def attended(team: Team, dtype: torch.dtype, integers: bool = False) -> tuple[Te
 def results(level: str, dtype: torch.dtype) -> dict[str, Tensor]:
     team = team_of(level, 2)
     made = {"norm": norm(team, dtype), "attention": attended(team, dtype)[0]} | rotated(team, dtype)
-    made |= {"int8 KV": stored_integers(team, dtype), "int8 KV attention": attended(team, dtype, integers=True)[0]}
+    made |= {"int8 KV": stored_integers(team, dtype), "int8 KV attention": attended(team, dtype, torch.int8)[0]}
+    made |= {"float16 KV": stored_halves(team, dtype), "float16 KV attention": attended(team, dtype, torch.float16)[0]}
     for quant in QUANTS.values():
         made |= products(team, dtype, quant)
     return made
@@ -144,7 +159,9 @@ def results(level: str, dtype: torch.dtype) -> dict[str, Tensor]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_operation_is_right(level: str, dtype: torch.dtype) -> None:
     expected = {"norm": right_norm(), "attention": attended(team_of(level, 2), dtype)[1]} | right_rotated(dtype)
-    expected["int8 KV attention"] = attended(team_of(level, 2), dtype, integers=True)[1]
+    expected["int8 KV attention"] = attended(team_of(level, 2), dtype, torch.int8)[1]
+    expected["float16 KV attention"] = attended(team_of(level, 2), dtype, torch.float16)[1]
+    expected["float16 KV"] = right_rotated(torch.float32)["stored"].half().float()
     expected["int8 KV"] = dequantize(*quantize(expected["stored"].to(dtype)))
     for quant in QUANTS.values():
         expected |= right_products(dtype, quant)
@@ -152,6 +169,8 @@ def test_every_operation_is_right(level: str, dtype: torch.dtype) -> None:
     assert made.keys() == expected.keys()
     for name, value in made.items():
         tolerance = TOLERANCE[dtype] if value.dtype == dtype else TOLERANCE[torch.float32]
+        if name == "float16 KV":  # one that rounds otherwise moves by a unit of the last of 11 bits
+            tolerance = 2.0**-10
         if name.startswith("int8 KV"):  # a rotated element that rounds otherwise moves its integer by one
             tolerance = 2.0**-5
         difference = (value.double() - expected[name].double()).abs()
@@ -161,7 +180,7 @@ def test_every_operation_is_right(level: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", [param for param in LEVELS if param.id != ALL_LEVELS[0]])
 def test_levels_give_the_same_bits(level: str, dtype: torch.dtype) -> None:
-    """Products of pairs of bfloat16 are avx512_bf16's own; all else is alike, integers in particular."""
+    """Products of pairs of bfloat16 are avx512_bf16's own; all else is alike, integers and halves in particular."""
     others, made = results(ALL_LEVELS[0], dtype), results(level, dtype)
     own = ALL_LEVELS[0] == "avx512_bf16" and dtype == torch.bfloat16
     for name, value in made.items():

@@ -42,7 +42,7 @@ SIZES = {
     **dict.fromkeys(("dot_u8s8", "dot_u7s8"), 16),
     "transpose": 256,
     **dict.fromkeys((*LOADS, "keep", "higher_part"), 16),
-    **dict.fromkeys(("store_part", "store_words_part", "store_bytes", "store_halves"), 32),
+    **dict.fromkeys(("store_part", "store_words_part", "store_bytes", "store_halves", "store_float16"), 32),
     **dict.fromkeys(("to_bfloat16", "add_pairs"), 16),
 }
 OWN_OF_BFLOAT16 = {"to_bfloat16", "add_pairs"}
@@ -185,6 +185,7 @@ def expected(given: NDArray[np.uint8]) -> dict[str, Words]:
         "store_words_part": edges(a, count),
         "store_bytes": edges(np.clip(ints, -128, 127).astype(np.int8), count),
         "store_halves": edges((a & 0xFFFF).astype(np.uint16), count),
+        "store_float16": edges(higher(x, np.full_like(x, -1e9)).astype(np.float16), count),
     }
 
 
