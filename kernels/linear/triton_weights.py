@@ -11,11 +11,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.arguments import FLOATS, KernelArgumentError, check_contiguous, check_dtype, check_range, check_shape
+from kernels.arguments import (
+    FLOATS,
+    KernelArgumentError,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_range,
+    check_shape,
+)
 from kernels.triton_rounding import FP8_MAX, INT8_MAX
 
 Kind = Literal["plain", "int8", "int4", "w8a8", "fp8"]
 GROUPS = (32, 64, 128)
+_DATA: dict[Kind, tuple[torch.dtype, ...]] = {
+    "plain": FLOATS,
+    "int8": (torch.int8,),
+    "int4": (torch.uint8,),
+    "w8a8": (torch.int8,),
+    "fp8": (torch.float8_e4m3fn,),
+}
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's nibble i of a word holds the word's column `_AWQ_ORDER[i]`."""
 
@@ -41,6 +56,32 @@ class DeviceWeight:
     zeros: Tensor | None = None
     permutation: Tensor | None = None  # [in] int64: feature i of `data` is feature permutation[i] of x
     bias: Tensor | None = None  # [out]
+
+    def __post_init__(self) -> None:
+        """Raise `KernelArgumentError` unless the parts fit one another. Of experts the first dimension is theirs."""
+        out, rows = self.out_features, (self.out_features, self.in_features)
+        four = self.kind == "int4"
+        if four:
+            _check_group(self.group, self.in_features)
+        groups = self.in_features // self.group if four else 0
+        stack = self.data.shape[: max(self.data.ndim - (3 if four else 2), 0)][:1]
+        shape = (*stack, groups, out, self.group // 2) if four else (*stack, *rows)
+        beside = (*stack, groups, out) if four else (*stack, out)
+        parts = {
+            "data": (self.data, shape, _DATA[self.kind]),
+            "scales": (self.scales, beside, FLOATS),
+            "zeros": (self.zeros, beside, (torch.uint8, *FLOATS)),
+            "permutation": (self.permutation, (self.in_features,), (torch.int64,)),
+            "bias": (self.bias, (out,), FLOATS),
+        }
+        if (self.scales is None) != (self.kind == "plain") or (self.zeros is not None and not four):
+            raise KernelArgumentError(f"weight is {self.kind}: scales are for all but plain ones, zeros for int4")
+        for name, (tensor, wanted, dtypes) in parts.items():
+            if tensor is not None:
+                check_shape(f"{name} of weight", tensor, *wanted)
+                check_dtype(f"{name} of weight", tensor, *dtypes)
+                check_contiguous(f"{name} of weight", tensor)
+                check_device(f"{name} of weight", tensor, self.data)
 
 
 def plain(weight: Tensor, bias: Tensor | None = None) -> DeviceWeight:

@@ -83,6 +83,13 @@ def accept(tokens: Tensor, drafts: Tensor, cu_rows: Tensor, penalties: Penalties
         check_device(name, tensor, tokens)
     if cu_rows.shape[0] == 0:
         raise KernelArgumentError("cu_rows has shape [0], expected [num_sequences + 1]")
+    if penalties is not None:
+        check_shape("penalty lines", penalties.lines, tokens.shape[0])
+        check_shape("counts", penalties.counts, None, None)
+        for name, tensor in (("penalty lines", penalties.lines), ("counts", penalties.counts)):
+            check_dtype(name, tensor, torch.int32)
+            check_contiguous(name, tensor)
+            check_device(name, tensor, tokens)
     counts = torch.empty(cu_rows.shape[0] - 1, dtype=torch.int32, device=tokens.device)
     if counts.shape[0]:
         accept_kernel[(counts.shape[0],)](

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.engine.forward_batch import check_sequence
-from shared.engine.sampling_lines import StepLines
+from shared.engine.sampling_lines import StepLines, asks_for_more
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 from shared.kv.layout import LayerGroup
 
@@ -254,12 +254,21 @@ class BatchWriter:
         if lines is None and self._nothing_special:
             return
         self._nothing_special = lines is None
-        rows: list[tuple[float, ...]] = []
-        if lines is not None:
-            rows = [row for i, s in enumerate(plan.sequences) for row in _special_rows(s, i, lines)]
-        columns = list(zip(*rows, strict=True)) if rows else [()] * len(SPECIAL)
-        for (name, _, nothing), column in zip(SPECIAL, columns, strict=True):
-            self._fill(name, column, nothing)
+        for name, _, nothing in SPECIAL:
+            self._parts[name].fill(nothing)
+        if lines is None:
+            return
+        rows: list[int] = []
+        said: list[tuple[float, ...]] = []
+        first = 0
+        for i, sequence in enumerate(plan.sequences):
+            if asks_for_more(sequence):
+                own = list(_special_rows(sequence, i, lines))
+                rows.extend(range(first, first + len(own)))
+                said.extend(own)
+            first += sequence.num_logits
+        for (name, _, _), column in zip(SPECIAL, zip(*said, strict=True), strict=False):
+            self._parts[name][rows] = column
 
     def _write_group(self, plan: StepPlan, g: int, group: LayerGroup) -> None:
         tables, known = self._parts[f"tables.{g}"], self._tables[g]

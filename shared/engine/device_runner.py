@@ -16,7 +16,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
+from kernels.arguments import KernelArgumentError
 from kernels.sampling.triton_rows import MAX_BIASES
 from shared.contracts.errors import Internal
 from shared.engine.decode_graphs import DecodeGraphs
@@ -87,7 +89,7 @@ class DeviceRunner:
         """Launch one step.
 
         Raises:
-            Internal: the plan breaks its contract, or is larger than the limits.
+            Internal: the plan breaks its contract, is larger than the limits, or could not be launched.
             DeviceLost: also by what is returned.
         """
         start = time.perf_counter()
@@ -95,7 +97,7 @@ class DeviceRunner:
         self._turns += 1  # also where the launch fails half-way: the device may still read what was written
         slot.free.acquire()
         try:
-            with _lost(f"before step {plan.step}"):
+            with failures(self._stream, f"before step {plan.step}"):
                 mark, masks = self._launch(plan, slot)
         except BaseException:
             self._lines.forget(plan)
@@ -111,11 +113,11 @@ class DeviceRunner:
         Raises:
             DeviceLost: also by what is returned.
         """
-        with _lost("zeroing blocks"), self._stream.use(), torch.inference_mode():
+        with failures(self._stream, "zeroing blocks"), self._stream.use(), torch.inference_mode():
             for group, pool in enumerate(self._compute.pools):
                 pool.zero([block_id for index, block_id in blocks if index == group])
             mark = self._stream.mark()
-        return partial(_wait, mark)
+        return partial(self._wait, mark)
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, slot: _Slot) -> tuple[Mark, FoundMasks | None]:
@@ -162,7 +164,7 @@ class DeviceRunner:
         """Wait for a step and read its tokens."""
         before, self._bad = self._bad, frozenset(sequence.seq_id for sequence in plan.sequences)
         try:
-            with _lost(f"in step {plan.step}"):
+            with failures(self._stream, f"in step {plan.step}"):
                 mark.wait()
             found = slot.results.read(plan, before, stuck)
         finally:
@@ -171,6 +173,10 @@ class DeviceRunner:
         self._bad = frozenset(plan.sequences[i].seq_id for i in bad)
         duration_s = time.perf_counter() - start
         return StepOutput(plan.step, found.sampled, bad, duration_s, found.logprobs, stuck - found.bad)
+
+    def _wait(self, mark: Mark) -> None:
+        with failures(self._stream, "zeroing blocks"):
+            mark.wait()
 
     def _record(self, plan: StepPlan, logits: Tensor) -> None:
         if self._record_logits is None:
@@ -184,16 +190,19 @@ class DeviceRunner:
 
 
 @contextlib.contextmanager
-def _lost(when: str) -> Iterator[None]:
+def failures(stream: DeviceStream, when: str) -> Iterator[None]:
+    """Map what libraries raise. A device that still answers is not lost: what failed ends alone.
+
+    Raises:
+        DeviceLost: the device has failed.
+        Internal: a launch was refused, or there was no memory for it.
+    """
     try:
         yield
-    except torch.AcceleratorError as exc:
-        raise DeviceLost(f"the device failed {when}: {exc}") from exc
-
-
-def _wait(mark: Mark) -> None:
-    with _lost("zeroing blocks"):
-        mark.wait()
+    except (RuntimeError, TritonError, KernelArgumentError) as exc:
+        if isinstance(exc, torch.AcceleratorError) or not stream.answers():
+            raise DeviceLost(f"the device failed {when}: {exc}") from exc
+        raise Internal(f"{type(exc).__name__} {when}: {exc}") from exc
 
 
 def _rows_drawn(plan: StepPlan) -> dict[str, tuple[int, int]]:

@@ -46,6 +46,14 @@ class DeviceStream:
         """The stream's end as it is now."""
         return _Nothing() if self._stream is None else _Event(self._stream)
 
+    def answers(self) -> bool:
+        """Waits for all that was launched; False where the device has failed."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
     def synchronize(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()

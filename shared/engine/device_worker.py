@@ -33,7 +33,7 @@ from shared.kv.device_memory import OutOfDeviceMemory
 from shared.kv.device_pool import DevicePool, create_device_pool
 from shared.kv.device_spans import warm
 from shared.kv.device_transfer import DeviceTransport
-from shared.kv.layout import LayerGroup, PoolLayout, fingerprint
+from shared.kv.layout import LayerGroup, fingerprint, pool_layout
 from shared.kv.pool import sweep
 from shared.model.config import layer_groups
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
@@ -134,10 +134,7 @@ def _fitted(
     total = torch.cuda.get_device_properties(device).total_memory
     size = pool_budget(total, options.gpu_share, weights, needed, free_bytes(device), options.pool_bytes)
     for _ in range(_TRIES):
-        num_blocks = size // sum(group.span_bytes for group in groups)
-        if num_blocks < 2:
-            raise SettingsError(f"a KV pool of {size} bytes holds no two blocks", param="pool_bytes")
-        layout = PoolLayout(groups, (num_blocks,) * len(groups))
+        layout = pool_layout(groups, size)
         pool, steps = None, None
         try:
             pool = create_device_pool(options.kv_dir, worker, layout, device)

@@ -143,14 +143,17 @@ class PlainRows:
             plain += [None] * (len(rows) - len(plain))
         for i, row in enumerate(rows):
             params = row.sampling
-            if row.scored or (params is not plain[i] and params is not None and _asks_for_more(params)):
+            if row.scored or (params is not plain[i] and asks_for_more(row)):
                 return False
             plain[i] = params
         return True
 
 
-def _asks_for_more(params: SamplingParams) -> bool:
-    return params.adjusts or params.min_p > 0 or params.logprobs >= 0
+def asks_for_more(row: ScheduledSequence) -> bool:
+    """Whether its draws look at more than temperature, top_k and top_p, or more than a token is told of them."""
+    params = row.sampling
+    asked = params is not None and (params.adjusts or params.min_p > 0 or params.logprobs >= 0)
+    return asked or bool(row.scored or row.banned)
 
 
 def _needs(row: ScheduledSequence) -> bool:

@@ -306,7 +306,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     from shared.engine.self_check import run_self_check
     from shared.engine.worker_quality import told_quality
     from shared.grammar.row_masks import RowMasks
-    from shared.kv.layout import fingerprint
+    from shared.kv.layout import fingerprint, pool_layout
     from shared.kv.pool import create_pool, sweep
     from shared.model.config import layer_groups
     from shared.model.decoder import configuration_of, load_decoder
@@ -337,10 +337,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     configuration = configuration_of(model, kv_dtype)
     options = replace(options, dtype=configuration.dtype, kv_dtype=kv_dtype)
     groups = layer_groups(model.config, options.block_size, kv_dtype, tile_layout=model.kernels.tile_layout)
-    num_blocks = options.pool_bytes // sum(g.span_bytes for g in groups)
-    if num_blocks < 2:
-        raise SettingsError(f"a KV pool of {options.pool_bytes} bytes holds no two blocks", param="pool_bytes")
-    layout = PoolLayout(groups, (num_blocks,) * len(groups))
+    layout = pool_layout(groups, options.pool_bytes)
     digest = model_digest(options.model_dir)
     numerics = numerics_id(options.dtype, model.kernels, model.quant, kv_dtype)
     facts = WorkerFacts(

@@ -12,6 +12,7 @@ import hashlib
 from dataclasses import dataclass
 
 from kernels.tile_layouts import SCALE_BYTES
+from shared.contracts.errors import SettingsError
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 INT8, FP8 = SCALED = "int8", "float8_e4m3fn"
@@ -84,6 +85,23 @@ class PoolLayout:
         if not 0 <= block_id < self.num_blocks[group]:
             raise IndexError(f"block {block_id} is outside group {group} of {self.num_blocks[group]} blocks")
         return self.group_offset(group) + block_id * self.groups[group].span_bytes
+
+
+def pool_layout(groups: tuple[LayerGroup, ...], pool_bytes: int) -> PoolLayout:
+    """As many blocks as fit, of every group alike.
+
+    Raises:
+        SettingsError: there is no room for two.
+    """
+    block_bytes = sum(group.span_bytes for group in groups)
+    num_blocks = pool_bytes // block_bytes
+    if num_blocks < 2:
+        raise SettingsError(
+            f"kv.pool_bytes: a pool of {pool_bytes} bytes holds no two blocks of kv.block_size {groups[0].block_size}, "
+            f"{block_bytes} bytes each",
+            param="kv.pool_bytes",
+        )
+    return PoolLayout(groups, (num_blocks,) * len(groups))
 
 
 def fingerprint(groups: tuple[LayerGroup, ...], model_digest: str, numerics: str) -> str:

@@ -13,11 +13,14 @@ import torch
 import kernels.testing  # noqa: F401 - decides how Triton's kernels are made, before they are imported
 
 # isort: split
+from triton.runtime.errors import OutOfResources
+
+from kernels.arguments import KernelArgumentError
 from kernels.dispatch import UnknownKernels, choose, choose_device, triton_digest
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import SettingsError, Unavailable
+from shared.contracts.errors import Internal, SettingsError, Unavailable
 from shared.contracts.ids import Dispatch, Epoch, RequestId, WorkerId
-from shared.engine.device_runner import DeviceLost
+from shared.engine.device_runner import DeviceLost, failures
 from shared.engine.device_sizing import MARGIN_BYTES, pool_budget
 from shared.engine.device_stream import DeviceStream
 from shared.engine.device_worker import DeviceSteps
@@ -27,7 +30,7 @@ from shared.kv import device_memory
 from shared.kv.device_pool import PoolHandle, read_handle
 from shared.kv.device_spans import span_of, zero_rest_on_device
 from shared.kv.digest import DIGEST_BYTES
-from shared.kv.layout import LayerGroup, PoolLayout
+from shared.kv.layout import LayerGroup, PoolLayout, pool_layout
 
 GIB = 1 << 30
 
@@ -156,6 +159,46 @@ def test_a_worker_ends_with_its_device(what: str, later: bool, caplog: pytest.Lo
         steps.run(StepPlan(1, ()))() if what == "step" else steps.zero_blocks([(0, 1)])()  # type: ignore[operator]
     assert ended == [1]
     assert "gone; the worker ends" in caplog.text
+
+
+class Stream:
+    """One whose device has failed, or not."""
+
+    def __init__(self, answers: bool) -> None:
+        self._answers = answers
+
+    def answers(self) -> bool:
+        return self._answers
+
+
+@pytest.mark.parametrize(
+    ("error", "answers", "mapped"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True, DeviceLost),
+        (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), False, DeviceLost),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), True, Internal),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, Internal),
+        (OutOfResources(300000, 232448, "shared memory"), True, Internal),
+        (KernelArgumentError("x has shape [1]"), True, Internal),
+    ],
+)
+def test_a_device_that_answers_is_not_lost(error: Exception, answers: bool, mapped: type[Internal]) -> None:
+    with pytest.raises(Internal) as found, failures(Stream(answers), "in step 7"):  # type: ignore[arg-type]
+        raise error
+    assert type(found.value) is mapped
+    assert "in step 7" in found.value.message
+    assert str(error) in found.value.message
+
+
+def test_a_pool_without_room_for_two_blocks_is_told_with_its_numbers() -> None:
+    group = LayerGroup("full", (0,), num_kv_heads=2, head_dim=4, block_size=8, dtype="float32")
+    assert pool_layout((group, group), 5 * 2 * group.span_bytes).num_blocks == (5, 5)
+    words = (
+        rf"kv\.pool_bytes: a pool of 1000 bytes holds no two blocks of kv\.block_size 8, {2 * group.span_bytes} bytes"
+    )
+    with pytest.raises(SettingsError, match=words) as error:
+        pool_layout((group, group), 1000)
+    assert error.value.param == "kv.pool_bytes"
 
 
 def test_a_pools_memory_shares_no_page_with_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
