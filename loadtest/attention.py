@@ -1,9 +1,9 @@
 """`python -m loadtest.attention`: the native kernels' attention over a pool, beside what memory and products reach.
 
 Decode and prefill of one model's heads, all its layers in one call; the same decode with a prefix whose blocks all
-sequences share; and with `--model` whole decode steps of that model, shared and not. Time is of attention alone: how
-fast it reads its keys and values, and how fast it multiplies, stand beside a plain read of memory and a matrix product
-of the same kernels, measured in turn with it.
+sequences share. With `--model` the heads are that model's unless others are told, and whole decode steps of it are
+measured too, shared and not. Time is of attention alone: how fast it reads its keys and values, and how fast it
+multiplies, stand beside a plain read of memory and a matrix product of the same kernels, measured in turn with it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine.model_runner import ModelRunner
 from shared.engine.step_plan import ScheduledSequence, StepPlan
-from shared.kv.layout import INT8, LayerGroup, PoolLayout
+from shared.kv.layout import FLOAT16, INT8, LayerGroup, PoolLayout
 from shared.kv.pool import Pool, create_pool
-from shared.model.config import layer_groups
+from shared.model.config import layer_groups, load_config
 from shared.model.decoder import load_decoder
 from shared.model.fetch import cache_dir
 
@@ -48,6 +48,8 @@ READ_BYTES = 1 << 28
 PRODUCT = (512, 896, 4864)
 """Rows, inputs and outputs of the matrix product that stands for what products reach."""
 PREFIX = 1500
+DEFAULT_HEADS = (24, 14, 2, 64)
+"""Qwen2.5-0.5B's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Attention:
     def step(self, cell: Cell) -> Callable[[], None]:
         """One call of all layers."""
         plan, q = self._plan(cell), torch.randn(cell.sequences * cell.tokens, self.heads.q_heads, self.heads.head_dim)
-        q = q.to(self.dtype)
+        q = q if self._pool.dtype == torch.float16 else q.to(self.dtype)
         return lambda: (None, self._model.attention(q, plan, range(self.heads.layers)))[0]
 
     def keys_read(self, cell: Cell) -> int:
@@ -156,7 +158,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure every cell in turn, round after round."""
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    heads, dtype = Heads(*options.heads), getattr(torch, options.dtype)
+    heads, dtype = heads_of(options), getattr(torch, options.dtype)
     team = Team(open_library(cache_dir(os.environ) / "kernels"), threads)
     with ExitStack() as stack:
         kept = options.kv or options.dtype
@@ -171,6 +173,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "bench": "attention",
         "heads": asdict(heads),
+        "heads_of": options.model.name if options.model and heads == model_heads(options.model) else None,
         "dtype": options.dtype,
         "model": options.model.name if options.model else None,
         "quant": options.quant,
@@ -180,6 +183,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "figures": figures(series, keys, heads, group.token_bytes),
         "samples": {name: [asdict(sample) for sample in one.samples] for name, one in series.items()},
     }
+
+
+def heads_of(options: argparse.Namespace) -> Heads:
+    """Those that are told, else the model's, else the default. Raises SettingsError where a model folder has none."""
+    if options.heads or not options.model:
+        return Heads(*(options.heads or DEFAULT_HEADS))
+    return model_heads(options.model)
+
+
+def model_heads(folder: Path) -> Heads:
+    """Of a model folder. Raises SettingsError where it has no configuration we read."""
+    config = load_config(folder)
+    return Heads(config.num_layers, config.num_q_heads, config.num_kv_heads, config.head_dim)
 
 
 def figures(series: dict[str, Series], keys: dict[str, int], heads: Heads, token_bytes: int) -> dict[str, Any]:
@@ -217,9 +233,10 @@ def text_of(report: dict[str, Any]) -> str:
     """The table. Pure."""
     found, heads, machine = report["figures"], report["heads"], report["machine"]
     shape = f"{heads['layers']} layers of {heads['q_heads']} heads over {heads['kv_heads']} of {heads['head_dim']}"
+    of = f"heads of {report['heads_of']}, " if report["heads_of"] else ""
     kept = f"{report['dtype']}, KV in {report['kv']}" if report["kv"] != report["dtype"] else report["dtype"]
     lines = [
-        f"attention, {shape}, {kept}, {report['threads']} threads; {machine['cpu']}, {machine['date']}",
+        f"attention, {of}{shape}, {kept}, {report['threads']} threads; {machine['cpu']}, {machine['date']}",
         f"{'':28}{'ms':>9}{'GB/s':>8}{'of read':>9}{'GF/s':>8}{'of product':>12}  samples",
     ]
     for row in found["cells"]:
@@ -301,10 +318,12 @@ def _zeros(team: Team, dtype: torch.dtype, out: int, inner: int, gated: bool = F
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m loadtest.attention", description="Measure native attention.")
-    sizes = "layers, query heads, KV heads, head size (default: Qwen2.5-0.5B's)"
-    parser.add_argument("--heads", type=int, nargs=4, default=[24, 14, 2, 64], metavar="N", help=sizes)
+    sizes = "layers, query heads, KV heads, head size (default: the model's, else Qwen2.5-0.5B's)"
+    parser.add_argument("--heads", type=int, nargs=4, metavar="N", help=sizes)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default bfloat16")
-    parser.add_argument("--kv", choices=(INT8,), help="what keys and values are kept in (default: as dtype says)")
+    parser.add_argument(
+        "--kv", choices=(FLOAT16, INT8), help="what keys and values are kept in (default: as dtype says)"
+    )
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure whole steps of this model, too")
     parser.add_argument("--quant", choices=tuple(QUANTS), default="none", help="of its weights")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads (default: all cores)")

@@ -49,6 +49,7 @@ def store_kv(kv: Tensor, pool: Tensor, plan: StorePlan) -> None:
 def to_halves(x: Tensor) -> Tensor:
     """As float16: beyond its largest finite number that, and a NaN for what is no finite number."""
     most = torch.finfo(torch.float16).max
+    x = x if x.dtype == torch.float64 else x.float()  # bfloat16 has no such number
     return (x.clamp(-most, most) + x * 0).to(torch.float16)
 
 

@@ -263,7 +263,7 @@ def run_cell(
     """Run the workload one way.
 
     Args:
-        dtype: of the KV: the model's, or int8.
+        dtype: of the KV: the model's, int8 or float16.
         folder: where the pool files go; both are removed again.
         every_row: record the logits of prompt positions too, not only of those sampled from.
     """

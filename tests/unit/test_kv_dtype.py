@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from kernels.native.cpu import NEEDED, VARIABLE
+from loadtest.quality import Reader
 from services.cli import doctor_stack
 from services.cli.config import problems
 from services.cli.doctor import FAIL
@@ -21,7 +24,7 @@ from shared.engine.worker_settings import worker_options
 from shared.kv.layout import LayerGroup, fingerprint
 from shared.model.decoder import load_decoder
 from shared.model.kv_dtype import kv_dtype_of, kv_dtype_on_gpu
-from shared.model.quality_gate import Configuration, Gate
+from shared.model.quality_gate import SAME, Configuration, Gate
 from shared.settings.load import LoadedSettings
 from shared.settings.models import for_model, served_models
 from shared.settings.sections import EngineSettings, KvSettings, Settings, WorkersSettings
@@ -38,12 +41,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_setting_reaches_the_worker() -> None:
     assert worker_options(for_model(INT8, served_models(INT8)[0]), "decode", os.environ).kv_dtype == "int8"
-    with pytest.raises(ValidationError, match="dtype"):
+    with pytest.raises(ValidationError, match=r"dtype\n.*'auto', 'bfloat16', 'float32', 'float16', 'int8' or 'fp8'"):
         KvSettings.model_validate({"dtype": "int4"})
 
 
-@pytest.mark.parametrize(("wanted", "kept"), [("auto", "float32"), ("float32", "float32"), ("int8", "int8")])
-def test_native_kernels_keep_kv_as_they_compute_or_in_integers(folder: Path, wanted: str, kept: str) -> None:
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_float16_is_nearly_what_float32_is(folder: Path, tmp_path: Path, kernels: str) -> None:
+    if kernels == "native":
+        require_native()
+    model = load_decoder(folder, "float32", kernels, threads=1)
+    token_ids = [i * 7 % 300 for i in range(100)]
+    with ExitStack() as stack:
+        readers = [Reader(model, tmp_path, f"kv-{i}", 100, kv) for i, kv in enumerate((SAME, "float16", "float16"))]
+        for reader in readers:
+            stack.callback(reader.close)
+        plain, halves = (reader.read(0, token_ids) for reader in readers[:2])
+        parts = [readers[2].read(first, token_ids[first : first + 10]) for first in range(0, 100, 10)]
+        assert readers[1].pool.layout.groups[0].span_bytes * 2 == readers[0].pool.layout.groups[0].span_bytes
+    assert 0 < float((halves - plain).abs().max()) < 2e-2
+    assert torch.equal(torch.cat(parts), halves)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"), [("auto", "float32"), ("float32", "float32"), ("float16", "float16"), ("int8", "int8")]
+)
+def test_native_kernels_keep_kv_as_they_compute_or_in_fewer_bits(folder: Path, wanted: str, kept: str) -> None:
     require_native()
     assert kv_dtype_of(wanted, load_decoder(folder, "float32", "native", threads=1)) == kept
 
@@ -51,9 +73,9 @@ def test_native_kernels_keep_kv_as_they_compute_or_in_integers(folder: Path, wan
 @pytest.mark.parametrize(
     ("kernels", "wanted", "words"),
     [
-        ("native", "bfloat16", "kv.dtype 'bfloat16' with a model that computes in float32"),
-        ("torch", "int8", "kv.dtype 'int8' needs the native kernels"),
-        ("torch", "fp8", "kv.dtype 'fp8' needs a GPU"),
+        ("native", "bfloat16", "kv.dtype 'bfloat16' .* in float32: its KV is one of auto, float32, float16, int8$"),
+        ("torch", "int8", "kv.dtype 'int8' needs the native kernels.*: auto, float32, float16 work with them$"),
+        ("torch", "fp8", "kv.dtype 'fp8' needs a GPU.*: auto, float32, float16, int8 work$"),
     ],
 )
 def test_what_nothing_reads_is_refused(folder: Path, kernels: str, wanted: str, words: str) -> None:
@@ -68,9 +90,10 @@ def test_a_gpu_keeps_kv_as_it_computes_or_in_8_bits() -> None:
     assert kv_dtype_on_gpu("int8", "float32", (8, 0)) == "int8"
     with pytest.raises(SettingsError, match="'fp8' needs sm_89 or newer, this GPU is sm_80: int8 works on it"):
         kv_dtype_on_gpu("fp8", "bfloat16", (8, 0))
-    with pytest.raises(SettingsError, match="one of bfloat16, int8, fp8") as error:
-        kv_dtype_on_gpu("float32", "bfloat16", (9, 0))
-    assert error.value.param == "kv.dtype"
+    for wrong in ("float32", "float16"):
+        with pytest.raises(SettingsError, match="one of bfloat16, int8, fp8") as error:
+            kv_dtype_on_gpu(wrong, "bfloat16", (9, 0))
+        assert error.value.param == "kv.dtype"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +112,28 @@ def test_float8_is_a_gpu_s(engine: EngineSettings, words: str, monkeypatch: pyte
         prepare_kernels(settings, {})
     monkeypatch.setattr("services.cli.doctor_stack.has_gpu", lambda: False)
     if engine.kernels == "auto":
+        assert doctor_stack.kernels(settings, {}).verdict == FAIL
+    fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
+    assert not list(problems(LoadedSettings(fake, {})))
+    assert prepare_kernels(fake, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (EngineSettings(kernels="triton"), "is for CPUs, not engine.kernels = 'triton'"),
+        (EngineSettings(device="cuda"), "is for CPUs, not engine.device = 'cuda'"),
+        (EngineSettings(), ""),
+    ],
+)
+def test_float16_is_a_cpu_s(engine: EngineSettings, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("native_kernels", "doctor_stack"):
+        monkeypatch.setattr(f"services.cli.{module}.has_gpu", lambda: True)
+    settings = Settings(kv=KvSettings(dtype="float16"), engine=engine)
+    assert list(problems(LoadedSettings(settings, {}))) == ([f"kv.dtype = 'float16' {words}"] if words else [])
+    with pytest.raises(SettingsError, match=r"^kv\.dtype 'float16' is for CPUs"):
+        prepare_kernels(settings, {})
+    if not words:
         assert doctor_stack.kernels(settings, {}).verdict == FAIL
     fake = settings.model_copy(update={"workers": WorkersSettings(fake=True)})
     assert not list(problems(LoadedSettings(fake, {})))

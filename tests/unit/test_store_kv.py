@@ -36,3 +36,14 @@ def test_nothing_to_store() -> None:
 def test_a_slot_outside_the_pool_is_refused() -> None:
     with pytest.raises(AssertionError):
         store_kv(torch.ones(1, 2, 1, 8), torch.zeros(1, 2, 1, 16, 8), plan_store([16], 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_pool_of_halves_takes_the_largest_for_what_is_larger(dtype: torch.dtype) -> None:
+    values = [1.5, -0.0, 65504.0, 1e6, -1e30, float("nan"), float("inf"), float("-inf")]
+    pool = torch.zeros(1, 2, 1, 16, 8, dtype=torch.float16)
+    store_kv(torch.tensor(values, dtype=dtype).expand(1, 2, 1, 8), pool, plan_store([3], 16))
+    expected = torch.tensor([1.5, -0.0, 65504.0, 65504.0, -65504.0, *[float("nan")] * 3], dtype=torch.float16)
+    for found in pool[0, :, 0, 3]:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert bool(found[1].signbit())

@@ -86,7 +86,7 @@ def test_the_rest_of_a_tail_is_zero(tmp_path: Path) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_the_rest_of_a_tail_is_zero_where_kernels_lay_tokens_side_by_side(dtype: str) -> None:
     group = LayerGroup("full", (0, 1), 2, 4, 32, dtype, tile_layout=LANES16)
     pool = torch.ones(1, 2, 2, 2, 32, 4, dtype=getattr(torch, dtype))
