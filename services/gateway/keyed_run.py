@@ -72,7 +72,8 @@ class KeyedRun:
         self._kept_tokens = 0
         self._size = 0
         self._body = b""
-        self._fenced = False
+        self._fenced = False  # it may write no more
+        self._gone = False  # nor may anybody else: the record was deleted, or lost
         self._later_prompts = False  # those before them may have been submitted
         self._closed = asyncio.Event()
         self._putting = asyncio.Lock()
@@ -171,7 +172,7 @@ class KeyedRun:
             except BatonError as exc:
                 log.warning("request %s is not kept: %s", self.state.request_id, exc.message)
                 continue
-            if not held:
+            if not held and not self._gone:
                 self._end("superseded")
 
     def _collect(self) -> bool:
@@ -202,7 +203,7 @@ class KeyedRun:
             self._late = asyncio.create_task(self._close_late(state))
             held = True
         self._closed.set()
-        return held
+        return held or self._gone
 
     def _last_state(self) -> str:
         session = self._begun.session if self._begun is not None else None
@@ -263,7 +264,7 @@ class KeyedRun:
             **counts,
         )
         written = await self._write(write)
-        self._fenced = not written.held
+        self._fenced, self._gone = not written.held, written.gone
         self._heard(written)
         self._kept_tokens = write.completion_tokens
         self._written += len(pending)
@@ -278,7 +279,7 @@ class KeyedRun:
 
     async def _before_settle(self, session: Session, settle: Settle) -> Settle:
         await self._closed.wait()
-        if self._fenced:
+        if self._fenced and not self._gone:
             raise Conflict("another gateway has the request, and settles it", code="superseded")
         return settle
 

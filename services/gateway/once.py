@@ -21,7 +21,7 @@ from services.gateway.event_log import EventLog, Place, parse_place
 from services.gateway.keyed_run import Begun, KeyedRun, Write
 from shared.contracts import idempotency_messages as i
 from shared.contracts.errors import BatonError, Internal, InvalidInput, OtherBody, Unavailable
-from shared.contracts.ids import IngressId, TenantId
+from shared.contracts.ids import IngressId, RequestId, TenantId
 from shared.ingress.ingress import SHUTTING_DOWN
 
 log = logging.getLogger("baton.gateway")
@@ -38,13 +38,15 @@ MakeRun = Callable[[Write, TenantId, IngressId, i.IdempotencyState], KeyedRun]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A client's key as the gateway knows it. `place`: of a client that resumes a stream."""
+    """A client's key as the gateway knows it. `place`: of a client that resumes a stream. `keyed`: of a stored response
+    under an Idempotency-Key, the id of that key's record."""
 
     tenant: TenantId
     key_hash: bytes
     name: bytes
     body: bytes
     place: Place | None = None
+    keyed: RequestId | None = None
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str:
@@ -251,6 +253,7 @@ class Once:
             resume=key.place is not None,
             known_run=known_run,
             known_parts=known_parts,
+            keyed=key.keyed or RequestId(""),
         )
 
     async def _unread(self, entry: Entry) -> None:

@@ -120,7 +120,8 @@ class Stored:
         plan = plans_of(0)[0]  # what is wrong with it is told before there is a record
         if key is not None:
             return await self._create_keyed(dialect, plans_of, plan, asker, key, headers)
-        entry = await self._begin(dialect, plans_of, plan, asker, secrets.token_bytes(32))
+        name = secrets.token_bytes(32)
+        entry = await self._begin(dialect, plans_of, plan, asker, Key(asker.tenant, asker.key_hash, name, b""))
         return self._answer(entry, dialect, plan, headers)
 
     async def _create_keyed(
@@ -138,14 +139,16 @@ class Stored:
         unused = [asker.span]
 
         async def begin(run: KeyedRun) -> Begun:
-            name = hashlib.sha256(f"response\n{run.state.request_id}".encode()).digest()
+            keyed = run.state.request_id
+            name = hashlib.sha256(f"response\n{keyed}".encode()).digest()
             first = bool(unused)
             if first:
                 own = replace(asker, span=unused.pop())
             else:
                 own = self._later(asker.tenant, asker.key_hash, plan.model, stream=plan.stream)
             try:
-                entry = await self._begin(dialect, plans_of, plan, own, name, run.state.committed)
+                response = Key(own.tenant, own.key_hash, name, b"", keyed=keyed)
+                entry = await self._begin(dialect, plans_of, plan, own, response, run.state.committed)
             except BaseException as exc:
                 if not first:
                     end_failed(own.span, as_baton_error(exc))
@@ -167,7 +170,7 @@ class Stored:
         plans_of: PlansOf,
         plan: RequestPlan,
         asker: Asker,
-        name: bytes,
+        key: Key,
         committed: bytes = b"",
     ) -> Entry:
         """The entry of a new response, to which the caller is attached."""
@@ -176,13 +179,13 @@ class Stored:
         async def begin(run: KeyedRun) -> Begun:
             assert isinstance(run, StoredRun)
             queued = _writer(dialect, plan, run.state).now("queued")
-            run.request, run.key_hash = make_stored(dialect.asked, dialect.items, name, queued), asker.key_hash
+            run.request, run.key_hash = make_stored(dialect.asked, dialect.items, key.name, queued), asker.key_hash
             if run.goes_on_alone:
                 await run.keep_input()
             unused.clear()
             return await self._open(dialect, plans_of, asker, run, committed)
 
-        entry = await self.once.enter(Key(asker.tenant, asker.key_hash, name, b""), begin)
+        entry = await self.once.enter(key, begin)
         if unused:
             _end_replayed(asker.span, entry)
         return entry

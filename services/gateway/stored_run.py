@@ -17,7 +17,6 @@ from shared.contracts import idempotency_messages as i
 from shared.contracts import response_messages as r
 from shared.contracts.errors import Conflict, Internal
 from shared.contracts.ids import IngressId, TenantId
-from shared.contracts.messages import Settle
 from shared.ingress.session import Session
 
 EVENTS_A_RUN = 1_000_000
@@ -46,7 +45,6 @@ class StoredRun(KeyedRun):
         self.request: StoredRequest | None = None
         self.key_hash = b""
         self._keep_parts = keep_input
-        self._gone = False
 
     @property
     def goes_on_alone(self) -> bool:
@@ -107,9 +105,6 @@ class StoredRun(KeyedRun):
         self._collect_events()
         return True  # it may hear that it shall end
 
-    async def _close(self, events: list[bytes]) -> bool:
-        return await super()._close(events) or self._gone
-
     async def _complete(self, state: str) -> bool:
         if state == i.DONE and not self.goes_on_alone:
             with suppress(Conflict):  # deleted since: the write below tells
@@ -130,13 +125,6 @@ class StoredRun(KeyedRun):
 
     def _heard(self, written: i.IdempotencyWritten) -> None:
         if written.gone:
-            self._gone = True
             self._end(DELETED)
         elif written.cancel:
             self._end(CANCELLED)
-
-    async def _before_settle(self, session: Session, settle: Settle) -> Settle:
-        await self._closed.wait()
-        if self._gone:  # deleted: nobody else settles it
-            return settle
-        return await super()._before_settle(session, settle)

@@ -110,6 +110,7 @@ class IdempotencyRecords:
             PARTS_AT_ONCE,
             MAX_RECORDS,
             "" if self.full_bytes is None else self.full_bytes,
+            ask.keyed,
         ]
         reply = await self._redis.script(_CLAIM, self._keys(tenant, request_id), arguments)
         return self._found(tenant, ask, reply)
@@ -200,9 +201,9 @@ class IdempotencyRecords:
     def _key(self, tenant: TenantId, what: str) -> str:
         return f"{self._prefix}:{{{tenant}}}:{what}"
 
-    def _keys(self, tenant: TenantId, request_id: RequestId) -> list[str]:
+    def _keys(self, tenant: TenantId, request_id: RequestId, kind: str = "") -> list[str]:
         handle = request_id.removeprefix("req-")[:_HANDLE_HEX]
-        kind = self.kind
+        kind = kind or self.kind
         names = (f"{kind}:{handle}", f"{kind}-parts:{handle}", kind, f"{kind}-bytes", f"{kind}-input:{handle}")
         return [self._key(tenant, name) for name in names]
 

@@ -134,16 +134,20 @@ class ResponseRecords(IdempotencyRecords):
 
     async def cancel(self, tenant: TenantId, request_id: RequestId) -> r.ResponseChanged:
         """It shall end. Raises NotFound."""
-        await self._change(_CANCEL, tenant, request_id)
+        await self._change(_CANCEL, self._keys(tenant, request_id), request_id)
         return r.ResponseChanged()
 
     async def delete(self, tenant: TenantId, request_id: RequestId) -> r.ResponseChanged:
-        """Forget it. Raises NotFound."""
-        await self._change(_DELETE, tenant, request_id)
+        """Forget it, and what is remembered under its Idempotency-Key. Raises NotFound."""
+        keys = self._keys(tenant, request_id)
+        keyed = RequestId((await self._redis.execute("HGET", keys[0], "keyed") or b"").decode())
+        if keyed:
+            keys += self._keys(tenant, keyed, IdempotencyRecords.kind)
+        await self._change(_DELETE, keys, request_id, keyed)
         return r.ResponseChanged()
 
-    async def _change(self, script: str, tenant: TenantId, request_id: RequestId) -> None:
-        if not await self._redis.script(script, self._keys(tenant, request_id), [request_id]):
+    async def _change(self, script: str, keys: Sequence[str], request_id: RequestId, *more: str) -> None:
+        if not await self._redis.script(script, keys, [request_id, *more]):
             raise no_such_response(request_id)
 
 

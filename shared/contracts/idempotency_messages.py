@@ -37,6 +37,9 @@ class IdempotencyClaim(Message, frozen=True, kw_only=True):
     resume: bool = False  # only a record that is there: do not make one
     known_run: int = 0
     known_parts: int = 0  # of that run
+    keyed: RequestId = RequestId(
+        ""
+    )  # of a stored response under an Idempotency-Key: the key's record, which goes with it
 
 
 class IdempotencyState(Message, frozen=True, kw_only=True):

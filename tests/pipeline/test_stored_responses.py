@@ -172,6 +172,49 @@ async def test_the_same_idempotency_key_is_the_same_response(redis: RedisStore) 
             await world.settled(1)
 
 
+async def kept_of_keys(redis: RedisStore, world: World) -> list[bytes]:
+    """Keys in which Redis remembers what was answered under Idempotency-Keys."""
+    return [key async for key in redis._client.scan_iter(f"{world.records._prefix}:*:once*:*")]
+
+
+@pytest.mark.parametrize("fields", [{"store": True}, {"store": True, "stream": True}, {"background": True}])
+async def test_deleted_it_is_gone_from_its_idempotency_key_too(redis: RedisStore, fields: dict[str, Any]) -> None:
+    async with keyed_world(redis) as world, ai_of(world, 1) as ai:
+        first, second = world.gateways
+        body = {"model": MODEL, "input": "hi", **fields}
+        made = await first.post("responses", body, "k")
+        await first.post("responses", {**body, "input": "another"}, "l")
+        found = events(made)[-1]["response"] if "stream" in fields else made.json()
+        await until(has_status(ai, found["id"], "completed"))
+        kept = len(await kept_of_keys(redis, world))
+        assert kept == 4  # record and parts of each
+        await ai.responses.delete(found["id"])
+        assert len(await kept_of_keys(redis, world)) == kept - 2
+        again = await second.post("responses", body, "k")
+        told = events(again)[-1]["response"] if "stream" in fields else again.json()
+        assert told["id"] != found["id"]
+        await until(has_status(ai, told["id"], "completed"))
+        await world.settled(3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_deleted_while_it_runs_nothing_stays_under_its_idempotency_key(redis: RedisStore, stream: bool) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold) as world, ai_of(world, 1) as ai:
+        first = world.gateways[0]
+        body = {"model": MODEL, "input": "hi", "store": True, "stream": stream}
+        asked = asyncio.create_task(first.post("responses", body, "k"))
+        await world.backend.sent()
+        (session,) = first.service.ingress.sessions.values()
+        await ai.responses.delete(f"resp_{session.request_id.removeprefix('req-')}")
+        hold.set()
+        assert (await asked).status_code == 200  # whoever waits has the answer, and it is billed
+        await until(lambda: not first.door.stored.once.entries and not first.door.keyed.once.entries)
+        assert await kept_of_keys(redis, world) == []
+        assert await texts(redis, world) == 0
+        await world.settled(1)
+
+
 # ---------------------------------------------------------------------------------------------- conversations
 
 

@@ -3,7 +3,7 @@
 --       and in total), input (list: what a stored response is made from)
 -- ARGV: request id if this makes it, mark of the body, asker, seed, life (s), ingress that is known to be lost
 --       ('' = none), 1 to make none, known run, known parts, most parts to answer, most records of the tenant,
---       most bytes of the tenant with which a record is made ('' = any)
+--       most bytes of the tenant with which a record is made ('' = any), record that goes with this one ('' = none)
 -- Returns {outcome, run, owner, seed, created (s), sealed committed tokens, number of parts, request id, parts ...}
 local found = redis.call('HMGET', KEYS[1], 'body', 'state', 'owner')
 
@@ -40,7 +40,7 @@ if not found[1] then
   if ARGV[12] ~= '' and tonumber(redis.call('HGET', KEYS[4], 'total') or '0') >= tonumber(ARGV[12]) then
     return {'over'}
   end
-  redis.call('HSET', KEYS[1], 'id', ARGV[1], 'body', ARGV[2], 'seed', ARGV[4], 'created', now)
+  redis.call('HSET', KEYS[1], 'id', ARGV[1], 'body', ARGV[2], 'seed', ARGV[4], 'created', now, 'keyed', ARGV[13])
   return take()
 end
 if found[1] ~= ARGV[2] then
