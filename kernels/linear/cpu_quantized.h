@@ -8,6 +8,7 @@
  *   FORMAT_INT4  value = scale[output, group] * nibble + minimum[output, group]; bytes [out / 32][in / 8][32][4], the
  *                lower nibbles of the first four inputs of eight, the upper ones of the others;
  *                float16 [out / 32][groups][scales, minima][32]
+ *   FORMAT_INT4_STEPS  the same with value = scale[output, group] * (nibble + minimum[output, group])
  *
  * Inputs are padded to whole groups. Quantized rows lie in tiles, one after the other: values [in / 4][rows][4], scales
  * and sums [groups][rows]. */
@@ -28,7 +29,7 @@ static const float SMALLEST = 1e-30f;
 typedef struct {
     int8_t *values;
     float *scales; /* a value is scale * integer */
-    void *sums;    /* FORMAT_INT8: int32, -128 times the sum of a group's integers; FORMAT_INT4: float, of its values */
+    void *sums;    /* FORMAT_INT8: int32, -128 times the sum of a group's integers; of 4 bits: float, of its values */
 } quantized_rows;
 
 INLINE long group_count(const baton_linear *linear) { return pieces(linear->in, linear->group); }
@@ -138,14 +139,14 @@ INLINE void interleave(int8_t flat[QUANTIZED_ROWS][CHUNK], int rows, long count,
     }
 }
 
-/* Inputs from `chunk` * CHUNK on of a tile of `rows` rows; `size` is a constant wherever this is expanded. */
+/* Inputs from `chunk` * CHUNK on of a tile of `rows` rows, the first at `x`; `size` is a constant wherever this is
+ * expanded. */
 INLINE void NAME(quantize_groups)(const long size, const baton_linear *linear, const element *x, long stride, int rows,
                                   long chunk, quantized_rows to) {
     const long first = chunk * (CHUNK / size);
     const long groups = smaller(group_count(linear) - first, CHUNK / size), left = linear->in - first * size;
     lanes strange[QUANTIZED_ROWS];
     quantizing q;
-    x += first * size;
     for (int m = 0; m < rows; m++) {
         strange[m] = zeros();
         NAME(find_largest)(x + m * stride, left, size, groups, q.parts + m * groups, &strange[m]);
@@ -169,8 +170,25 @@ INLINE void NAME(quantize_groups)(const long size, const baton_linear *linear, c
     interleave(q.flat, rows, groups * size / 4, to.values + first * size * rows);
 }
 
+/* A chunk of a tile in the order that the weights have. */
+static void NAME(gather)(const baton_linear *linear, const element *x, long stride, int rows, long chunk,
+                         element *to) {
+    const int32_t *order = linear->order + chunk * CHUNK;
+    const long count = smaller(linear->in - chunk * CHUNK, CHUNK);
+    for (int m = 0; m < rows; m++, x += stride, to += CHUNK)
+        for (long i = 0; i < count; i++) to[i] = x[order[i]];
+}
+
+/* Rows of `stride`, whole. */
 static void NAME(quantize_tile)(const baton_linear *linear, const element *x, long stride, int rows, long chunk,
                                 quantized_rows to) {
+    element gathered[QUANTIZED_ROWS * CHUNK];
+    if (linear->order) {
+        NAME(gather)(linear, x, stride, rows, chunk, gathered);
+        x = gathered;
+        stride = CHUNK;
+    } else
+        x += chunk * CHUNK;
     switch (linear->group) {
         case 32: NAME(quantize_groups)(32, linear, x, stride, rows, chunk, to); break;
         case 64: NAME(quantize_groups)(64, linear, x, stride, rows, chunk, to); break;
@@ -244,6 +262,7 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
     const char *w = (const char *)linear->weight + block * BLOCK * 2 * groups * words;
     const uint16_t *scales = (const uint16_t *)linear->scales + block * groups * 2 * BLOCK;
     const words16 lower_nibbles = fill_words(0x0f0f0f0f);
+    const int in_steps = linear->format == FORMAT_INT4_STEPS;
     const lane_mask whole = first_lanes(LANES);
     for (long g = 0; g < groups; g++, scales += 2 * BLOCK) {
         words16 acc[QUANTIZED_ROWS][2];
@@ -269,7 +288,8 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
             const lanes scale = load_float16(scales + h * LANES, whole);
-            const lanes minimum = load_float16(scales + BLOCK + h * LANES, whole);
+            lanes minimum = load_float16(scales + BLOCK + h * LANES, whole);
+            if (in_steps) minimum = mul(scale, minimum);
 #pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {
                 lanes sum = g ? load(sums[m] + h * LANES) : zeros();

@@ -2,7 +2,8 @@
 
     int8  value = scale[output] * integer, -127 to 127
     int4  value = scale[output, group] * integer + minimum[output, group], 0 to 15, groups of 32, 64 or 128 inputs;
-          scale and minimum are float16: a Q4_1 block of GGUF is a group of 32
+          scale and minimum are float16: a Q4_1 block of GGUF is a group of 32. Or value = scale * (integer + minimum),
+          with a whole minimum, which is exact where checkpoints keep zeros: GPTQ's and AWQ's
 
 Rows that are multiplied with them become 8-bit integers too, a scale for each group of inputs. On a GPU they stay
 floats, but for the formats that only GPUs have, whose rows become 8-bit values with one scale each.
@@ -10,7 +11,8 @@ floats, but for the formats that only GPUs have, whose rows become 8-bit values 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,12 +35,14 @@ class Quant:
     name: str
     bits: int = 0
     group: int = 0  # inputs of a row that share a scale; with 4 bits, of a weight too
+    in_steps: bool = False  # of 4 bits: minima count in scales
+    as_kept: bool = False  # matrices stay as their checkpoint keeps them, floats too: see `kept_as`
     on_gpu: Literal["", "w8a8", "fp8"] = ""  # of `triton_weights.Kind`, where only GPUs multiply so
 
     @property
     def head(self) -> Quant:
         """How the output head is kept, whose errors go into every logit unmixed: never with less than 8 bits."""
-        return INT8 if self.bits else NONE
+        return INT8 if self.bits and not self.as_kept else NONE
 
 
 NONE, INT8 = Quant("none"), Quant("int8", 8, INT8_GROUP)
@@ -65,6 +69,9 @@ class Int8Weight:
     def shape(self) -> torch.Size:
         return self.integers.shape
 
+    def __getitem__(self, rows: slice) -> Int8Weight:
+        return Int8Weight(self.integers[rows], self.scales[rows])
+
     def floats(self) -> Tensor:
         """[out, in] float32."""
         return self.integers.float() * self.scales[:, None]
@@ -72,24 +79,75 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """[out, in] uint8 of 0 to 15, and [out, groups] float16 each."""
+    """[out, in] uint8 of 0 to 15, and [out, groups] float16 each.
+
+    Attributes:
+        in_steps: a value is scale * (integer + minimum), not scale * integer + minimum.
+        order: [in] int64: column i is of input order[i]; None: of input i.
+    """
 
     integers: Tensor
     scales: Tensor
     minima: Tensor
     group: int
+    in_steps: bool = False
+    order: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         return self.integers.shape
 
     def __getitem__(self, rows: slice) -> Int4Weight:
-        return Int4Weight(self.integers[rows], self.scales[rows], self.minima[rows], self.group)
+        return replace(self, integers=self.integers[rows], scales=self.scales[rows], minima=self.minima[rows])
 
     def floats(self) -> Tensor:
-        """[out, in] float32."""
+        """[out, in] float32, inputs in their own order."""
         scales, minima = (spread(part.float(), self.group, self.shape[1]) for part in (self.scales, self.minima))
-        return self.integers.float() * scales + minima
+        integers = self.integers.float()
+        values = (integers + minima) * scales if self.in_steps else integers * scales + minima
+        if self.order is None:
+            return values
+        ordered = torch.empty_like(values)
+        ordered[:, self.order] = values
+        return ordered
+
+
+Matrix = Tensor | Int4Weight | Int8Weight
+"""[out, in], as a checkpoint keeps it."""
+
+
+def floats_of(matrix: Matrix) -> Tensor:
+    return matrix if isinstance(matrix, Tensor) else matrix.floats()
+
+
+def kept_as(parts: Sequence[Matrix]) -> Quant:
+    """How matrices of the same inputs are kept that stay as they are.
+
+    Raises:
+        Unquantizable: they differ in that, so that no one product computes them.
+    """
+    first = parts[0]
+    quant, order = _quant_of(first), order_of(first)
+    for part in parts[1:]:
+        if (other := _quant_of(part)) != quant:
+            raise Unquantizable(f"some is kept as {quant.name} and some as {other.name}, which are multiplied together")
+        its = order_of(part)
+        if (its is None) != (order is None) or (its is not None and order is not None and not torch.equal(its, order)):
+            raise Unquantizable("what is multiplied together differs in the order of its inputs")
+    return quant
+
+
+def order_of(matrix: Matrix) -> Tensor | None:
+    """See `Int4Weight`."""
+    return matrix.order if isinstance(matrix, Int4Weight) else None
+
+
+def _quant_of(matrix: Matrix) -> Quant:
+    if isinstance(matrix, Tensor):
+        return NONE
+    if isinstance(matrix, Int8Weight):
+        return INT8
+    return Quant(f"int4-g{matrix.group}", 4, matrix.group, in_steps=matrix.in_steps)
 
 
 def to_int8(weight: Tensor) -> Int8Weight:

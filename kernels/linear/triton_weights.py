@@ -31,8 +31,6 @@ _DATA: dict[Kind, tuple[torch.dtype, ...]] = {
     "w8a8": (torch.int8,),
     "fp8": (torch.float8_e4m3fn,),
 }
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""AWQ's nibble i of a word holds the word's column `_AWQ_ORDER[i]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,11 @@ class DeviceWeight:
     permutation: Tensor | None = None  # [in] int64: feature i of `data` is feature permutation[i] of x
     bias: Tensor | None = None  # [out]
 
+    @property
+    def num_experts(self) -> int:
+        """Of a weight made by `kernels.moe.triton_kernel.stacked`; 0: a matrix alone."""
+        return self.data.shape[0] if self.data.ndim > (3 if self.kind == "int4" else 2) else 0
+
     def __post_init__(self) -> None:
         """Raise `KernelArgumentError` unless the parts fit one another. Of experts the first dimension is theirs."""
         out, rows = self.out_features, (self.out_features, self.in_features)
@@ -64,7 +67,7 @@ class DeviceWeight:
         if four:
             _check_group(self.group, self.in_features)
         groups = self.in_features // self.group if four else 0
-        stack = self.data.shape[: max(self.data.ndim - (3 if four else 2), 0)][:1]
+        stack = (self.num_experts,) if self.num_experts else ()
         shape = (*stack, groups, out, self.group // 2) if four else (*stack, *rows)
         beside = (*stack, groups, out) if four else (*stack, out)
         parts = {
@@ -187,54 +190,6 @@ def from_minimum(q: Tensor, scales: Tensor, minimums: Tensor, group: int, bias: 
     return from_int4(q * groups, steps, -minimums.float() / steps.float(), group, bias=bias)
 
 
-def from_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, group: int, bias: Tensor | None = None
-) -> DeviceWeight:
-    """GPTQ's 4-bit checkpoint form (version 1: zeros are stored less one).
-
-    Args:
-        qweight: [in / 8, out] int32, eight input features a word, lowest bits first.
-        qzeros: [in / group, out / 8] int32.
-        scales: [in / group, out].
-        g_idx: [in], the group of each input feature, where they were quantized in another order.
-    """
-    check_shape("qweight", qweight, None, None)
-    in_features, out_features = qweight.shape[0] * 8, qweight.shape[1]
-    _check_words(qzeros, scales, in_features, out_features, group)
-    q = _nibbles(qweight).transpose(1, 2).reshape(in_features, out_features)
-    zeros = _nibbles(qzeros).reshape(-1, out_features) + 1
-    permutation = None
-    if g_idx is not None:
-        check_shape("g_idx", g_idx, in_features)
-        permutation = torch.argsort(g_idx, stable=True)
-        expected = torch.arange(in_features, device=g_idx.device) // group
-        if not torch.equal(g_idx[permutation].long(), expected):
-            raise KernelArgumentError(f"g_idx has groups of other sizes than {group}, expected {in_features // group}")
-        if torch.equal(permutation, torch.arange(in_features, device=g_idx.device)):
-            permutation = None
-        else:
-            q = q[permutation]
-    q = q.to(torch.uint8).T.contiguous()
-    return from_int4(q, scales.T, zeros.to(torch.uint8).T, group, permutation, bias)
-
-
-def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> DeviceWeight:
-    """AWQ's 4-bit checkpoint form.
-
-    Args:
-        qweight: [in, out / 8] int32, eight output features a word in AWQ's order.
-        qzeros: [in / group, out / 8] int32, the same.
-        scales: [in / group, out].
-    """
-    check_shape("qweight", qweight, None, None)
-    in_features, out_features = qweight.shape[0], qweight.shape[1] * 8
-    _check_words(qzeros, scales, in_features, out_features, group)
-    columns = torch.tensor(_AWQ_ORDER).argsort().to(qweight.device)
-    q = _nibbles(qweight)[..., columns].reshape(in_features, out_features).to(torch.uint8).T.contiguous()
-    zeros = _nibbles(qzeros)[..., columns].reshape(-1, out_features)
-    return from_int4(q, scales.T, zeros.to(torch.uint8).T, group, bias=bias)
-
-
 def dequantized(weight: DeviceWeight) -> Tensor:
     """The matrix a weight stands for: [out, in] float64, in x's order of features."""
     if weight.kind != "int4":
@@ -251,12 +206,6 @@ def dequantized(weight: DeviceWeight) -> Tensor:
     return ordered
 
 
-def _nibbles(words: Tensor) -> Tensor:
-    """[..., n] int32 → [..., n, 8], lowest bits first."""
-    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-    return (words[..., None] >> shifts) & 15
-
-
 def _row_scales(weight: Tensor, largest: float) -> Tensor:
     top = weight.float().abs().amax(1) / largest
     return torch.where(top > 0, top, 1.0)
@@ -266,13 +215,6 @@ def _check_group(group: int, in_features: int) -> None:
     check_range("group", group, GROUPS)
     if in_features % group:
         raise KernelArgumentError(f"weight has {in_features} input features, expected a multiple of the group {group}")
-
-
-def _check_words(qzeros: Tensor, scales: Tensor, in_features: int, out_features: int, group: int) -> None:
-    _check_group(group, in_features)
-    check_shape("qzeros", qzeros, in_features // group, out_features // 8)
-    check_dtype("qzeros", qzeros, torch.int32)
-    check_shape("scales", scales, in_features // group, out_features)
 
 
 def _checked_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from ctypes import Structure, c_double, c_float, c_int, c_int64, c_uint64, c_voi
 from typing import Any
 
 DTYPES = ("bfloat16", "float32")
-FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4 = range(3)
+FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4, FORMAT_INT4_STEPS = range(4)
 KV_ELEMENTS, KV_INT8, KV_FLOAT16 = range(3)
 TO_ELEMENTS, TO_SUM, TO_GATED, TO_FLOATS = range(4)
 EMBEDDING_KINDS = ("float32", "bfloat16", "float16")
@@ -43,6 +43,7 @@ class LinearStruct(Structure):
         ("scales", c_void_p),
         ("format", c_int64),
         ("group", c_int64),
+        ("order", c_void_p),
     )
 
 

@@ -24,7 +24,7 @@ static int check_group(const baton_model *model, const baton_step *step, const b
 int check_linear(const baton_linear *linear) {
     if (!linear->weight || linear->in < 1 || linear->out < 1) return BAD_MODEL;
     if (linear->format == FORMAT_ELEMENTS) return OK;
-    if (linear->format != FORMAT_INT8 && linear->format != FORMAT_INT4) return BAD_MODEL;
+    if (linear->format < FORMAT_INT8 || linear->format > FORMAT_INT4_STEPS) return BAD_MODEL;
     const int64_t group = linear->group;
     return linear->scales && (group == 32 || group == 64 || group == 128) ? OK : BAD_MODEL;
 }

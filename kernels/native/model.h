@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-enum { FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4 };
+enum { FORMAT_ELEMENTS, FORMAT_INT8, FORMAT_INT4, FORMAT_INT4_STEPS };
 
 typedef struct {
     const void *weight; /* packed as the format says, see linear/; NULL where a model has none */
@@ -14,6 +14,7 @@ typedef struct {
     int64_t in, out;    /* `out` counts gates and ups both */
     const void *scales; /* of integer formats */
     int64_t format, group; /* and, of integer formats: inputs that share a scale, 32, 64 or 128 */
+    const int32_t *order;  /* of integer formats: [in], weights of column i are of input order[i]; NULL: of input i */
 } baton_linear;
 
 typedef struct {

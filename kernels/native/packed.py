@@ -10,13 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.linear.quantize import INT8, NONE, Int4Weight, Int8Weight, Quant, to_int4, to_int8
-from kernels.native.abi import BLOCK, FORMAT_ELEMENTS, FORMAT_INT4, FORMAT_INT8, PACK, LinearStruct
+from kernels.linear.quantize import (
+    INT8,
+    NONE,
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    Quant,
+    floats_of,
+    kept_as,
+    order_of,
+    to_int4,
+    to_int8,
+)
+from kernels.native.abi import (
+    BLOCK,
+    FORMAT_ELEMENTS,
+    FORMAT_INT4,
+    FORMAT_INT4_STEPS,
+    FORMAT_INT8,
+    PACK,
+    LinearStruct,
+)
 from kernels.native.arena import Arena
 from kernels.native.library import NAMES, Team
 
 HALF = BLOCK // 2
-FORMATS = {0: FORMAT_ELEMENTS, 8: FORMAT_INT8, 4: FORMAT_INT4}
 MOST_NORM = 1e15
 """Of an output: a larger one's sums could pass float32."""
 _ROWS_AT_ONCE = 4096
@@ -32,6 +51,7 @@ class PackedLinear:
     weight: Tensor
     bias: Tensor | None  # [blocks * 32] float32
     scales: Tensor | None  # int8: [blocks * 32] float32; int4: [blocks, groups, scale and minimum, 32] float16
+    order: Tensor | None = None  # of integers: [in_features] int32, see `Int4Weight`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +96,7 @@ def packed_bytes(
 def pack_linear(
     team: Team,
     arena: Arena,
-    parts: Sequence[Tensor | Int4Weight],
+    parts: Sequence[Matrix],
     biases: Sequence[Tensor],
     dtype: torch.dtype,
     gated: bool = False,
@@ -85,7 +105,7 @@ def pack_linear(
     """Pack matrices one under the other, read one by one.
 
     Args:
-        parts: each [out_i, in_features], any float dtype; with 4 bits, integers of its group are taken as they are.
+        parts: each [out_i, in_features], any float dtype; integers of a form that `quant` is, are taken as they are.
             With `gated` two of one shape, gates and ups, which are laid in turns of 16, so that a block of 32 holds
             both halves of 16 results.
         biases: each [out_i], or none.
@@ -98,7 +118,11 @@ def pack_linear(
     """
     in_features = parts[0].shape[1]
     out_features = sum(part.shape[0] for part in parts)
-    packed = _take(arena, out_features, in_features, dtype, gated, bool(biases), quant)
+    order = order_of(parts[0]) if quant.as_kept else None
+    quant = kept_as(parts) if quant.as_kept else quant
+    packed = _take(arena, out_features, in_features, dtype, gated, bool(biases), quant, ordered=order is not None)
+    if packed.order is not None and order is not None and not arena.filled:
+        packed.order.copy_(order)
     first = 0
     for i, part in enumerate(parts):
         assert len(part.shape) == 2 and part.shape[1] == in_features, (part.shape, in_features)  # noqa: PT018
@@ -139,7 +163,14 @@ def pack_quick_head(team: Team, arena: Arena, head: Tensor, dtype: torch.dtype) 
 
 
 def _take(
-    arena: Arena, out_features: int, in_features: int, dtype: torch.dtype, gated: bool, biased: bool, quant: Quant
+    arena: Arena,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    gated: bool,
+    biased: bool,
+    quant: Quant,
+    ordered: bool = False,
 ) -> PackedLinear:
     blocks = _blocks(out_features, gated)
     if quant.bits:
@@ -151,26 +182,33 @@ def _take(
         pack = PACK[NAMES[dtype]]
         weight, scales = arena.take(blocks * BLOCK * -(-in_features // pack) * pack, dtype), None
     bias = arena.take(blocks * BLOCK, torch.float32) if biased else None
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (weight, bias, scales)]
-    struct = LinearStruct(*addresses[:2], in_features, out_features, addresses[2], FORMATS[quant.bits], quant.group)
-    return PackedLinear(struct, dtype, weight, bias, scales)
+    order = arena.take(in_features, torch.int32) if ordered else None
+    at = [None if tensor is None else tensor.data_ptr() for tensor in (weight, bias, scales, order)]
+    struct = LinearStruct(*at[:2], in_features, out_features, at[2], _format(quant), quant.group, at[3])
+    return PackedLinear(struct, dtype, weight, bias, scales, order)
 
 
-def _fill(team: Team, packed: PackedLinear, part: Tensor | Int4Weight, place: _Place, quant: Quant) -> None:
+def _format(quant: Quant) -> int:
+    if quant.bits == 4:
+        return FORMAT_INT4_STEPS if quant.in_steps else FORMAT_INT4
+    return FORMAT_INT8 if quant.bits else FORMAT_ELEMENTS
+
+
+def _fill(team: Team, packed: PackedLinear, part: Matrix, place: _Place, quant: Quant) -> None:
     rows, in_features = part.shape
     to = packed.weight.data_ptr()
     if not quant.bits:
-        source = (part if isinstance(part, Tensor) else part.floats()).to(packed.dtype).contiguous()
+        source = floats_of(part).to(packed.dtype).contiguous()
         places = place.begin, place.run, place.step
         team.call("baton_pack", packed.dtype, source.data_ptr(), to, rows, in_features, *places)
         return
     for first in range(0, rows, _ROWS_AT_ONCE):
         count = min(_ROWS_AT_ONCE, rows - first)
-        whole = _quantized(part[first : first + count], quant)
+        whole = _quantized(part[first : first + count], quant, packed.order is not None)
         outputs = place.outputs(first, count)
         integers = whole.integers.to(torch.int16).add_(128 if quant.bits == 8 else 0).to(torch.uint8).contiguous()
         places = int(outputs[0]), min(place.run, count), place.step
-        form = FORMATS[quant.bits], quant.group
+        form = _format(quant), quant.group
         team.call("baton_pack_integers", packed.dtype, integers.data_ptr(), to, count, in_features, *places, *form)
         assert packed.scales is not None
         if isinstance(whole, Int8Weight):
@@ -181,9 +219,11 @@ def _fill(team: Team, packed: PackedLinear, part: Tensor | Int4Weight, place: _P
             pairs[outputs // BLOCK, :, 1, outputs % BLOCK] = whole.minima
 
 
-def _quantized(part: Tensor | Int4Weight, quant: Quant) -> Int8Weight | Int4Weight:
-    if isinstance(part, Int4Weight):
-        if quant.bits == 4 and part.group == quant.group:
+def _quantized(part: Matrix, quant: Quant, ordered: bool) -> Int8Weight | Int4Weight:
+    if not isinstance(part, Tensor):
+        form = kept_as([part])
+        same = (form.bits, form.group, form.in_steps) == (quant.bits, quant.group, quant.in_steps)
+        if same and ordered == (order_of(part) is not None):
             return part
         part = part.floats()
     return to_int8(part) if quant.bits == 8 else to_int4(part, quant.group)

@@ -19,6 +19,7 @@ from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
 from shared.contracts.errors import SettingsError
 from shared.kv.layout import FLOAT16, FP8, KV_SETTINGS
+from shared.model.config import packed_as
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir, default_model_dir, is_complete
 from shared.model.folder import check_model_folder
@@ -143,8 +144,9 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
     kv = FLOAT16 if settings.kv.dtype == FLOAT16 else KV_SETTINGS.get(settings.kv.dtype, SAME)
     native = kernels(settings, env).verdict == OK or entry.quant != "none" or kv not in (SAME, FLOAT16)
     family = "triton" if settings.engine.device != "cpu" and has_gpu() else "native" if native else "torch"
-    dtype = gate.default_dtype(digest, family) if entry.dtype == AUTO else entry.dtype
-    configuration = Configuration(family, dtype, entry.quant or "none", kv)
+    own = packed_as(folder) if family != "torch" else ""
+    dtype = gate.default_dtype(digest, family, own or "none") if entry.dtype == AUTO else entry.dtype
+    configuration = Configuration(family, dtype, own or entry.quant or "none", kv)
     if kv == FP8 and family != "triton":
         return Finding("quality", SKIP, "kv.dtype 'fp8' needs a GPU")
     if kv == FLOAT16 and family == "triton":
@@ -153,7 +155,7 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
     if gate.allows(digest, configuration):
         return Finding("quality", OK, line)
     unmeasured = gate.record(digest, configuration) is None
-    flags = f"--kernels {family} --dtype {dtype} --quant {configuration.quant}"
+    flags = f"--kernels {family} --dtype {dtype} --quant {'none' if own else configuration.quant}"
     if kv != SAME:
         flags += f" --kv {settings.kv.dtype}"
     where = f"--model {folder} " if entry.path else ""

@@ -5,6 +5,8 @@ The library's loops do not depend on sizes, so widths that only cost time are cu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,9 @@ class NativeCheck:
             eps=config.rms_norm_eps,
             scale=config.scale,
         )
-        self._dtype, self._quant, self._kv_dtype = dtype, quant, kv_dtype
+        self._dtype, self._kv_dtype = dtype, kv_dtype
+        # random floats, which nothing keeps as integers yet
+        self._quant, self._head = replace(quant, as_kept=False, in_steps=False), quant.head
         self._generator = torch.Generator().manual_seed(0)
         self._rotary = rope_table(config.rope, config.head_dim, max(_SEQ_LEN, config.max_positions), dtype)
         shape, size = self._shape, config.head_dim
@@ -75,7 +79,7 @@ class NativeCheck:
 
     def _make(self, library: NativeLibrary, q: int, kv: int) -> list[NativeModel]:
         shape = self._shape
-        quant, head = self._quant, self._quant.head
+        quant, head = self._quant, self._head
         teams = [Team(library, threads) for threads in (1, 2)]
 
         def packed(*parts: tuple[int, int], gated: bool = False, quant: Quant = quant) -> PackedLinear:

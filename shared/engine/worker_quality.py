@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions
+from shared.model.config import packed_as
 from shared.model.digest import model_digest
 from shared.model.fetch import cache_dir
 from shared.model.quality_gate import AUTO, SAME, Configuration, open_gate
@@ -34,14 +35,16 @@ def on_gpu(options: WorkerOptions) -> WorkerOptions:
     if options.dtype != AUTO:
         return options
     gate = open_gate(cache_dir(os.environ))
-    return replace(options, dtype=gate.default_dtype(model_digest(options.model_dir), _GPU_KERNELS))
+    kept = packed_as(options.model_dir) or "none"
+    return replace(options, dtype=gate.default_dtype(model_digest(options.model_dir), _GPU_KERNELS, kept))
 
 
 def with_quality(core: WorkerEngine) -> WorkerEngine:
     """A GPU's engine that tells of its quality."""
     facts, options = core.facts, core.options
     kv = SAME if options.kv_dtype == options.dtype else options.kv_dtype
-    configuration = Configuration(_GPU_KERNELS, options.dtype, options.quant, kv)
+    quant = packed_as(options.model_dir) or options.quant
+    configuration = Configuration(_GPU_KERNELS, options.dtype, quant, kv)
     line = told_quality(configuration, facts.model_digest, facts.numerics, warn=options.samples)
     core.facts = replace(facts, computes=line)
     return core

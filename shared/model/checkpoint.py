@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from shared.contracts.errors import SettingsError
 from shared.model.config import ModelConfig
 from shared.model.folder import INDEX, weight_files, weight_map
+from shared.model.packing import ENDS, FIELD
 
 EMBEDDING, HEAD = TIED = "model.embed_tokens.weight", "lm_head.weight"
 MOE = "block_sparse_moe"
@@ -20,6 +21,8 @@ minimum: [out, in / 2] uint8, inputs two a byte with the first one low, and [out
 GROUP = 32
 _PART_TYPES = {INTEGERS: "U8", SCALES: "F16", MINIMA: "F16"}
 _PART_INPUTS = {INTEGERS: 2, SCALES: GROUP, MINIMA: GROUP}
+_NO_SHAPE = (0, 0)
+Shape = tuple[int, ...]
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints carry this table; it follows from the configuration."""
 
@@ -88,29 +91,92 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, Path]:
         if name in where:
             raise SettingsError(f"{path}: {name}: is also in {where[name].name}", param=name)
         where[name] = path
-        matrix, part = split(name)
-        if part and matrix in expected and matrix.endswith("_proj.weight"):
-            _check_part(path, name, (shape, dtype), expected[matrix])
-            continue
-        if name not in expected:
-            hint = _hint(name, config)
-            raise SettingsError(f"{path}: {name}: is not part of this model{hint}", param=name)
-        if shape != expected[name]:
-            raise SettingsError(f"{path}: {name}: shape {shape} should be {expected[name]} by config.json", param=name)
-        if dtype not in FLOATS:
-            raise SettingsError(f"{path}: {name}: dtype {dtype} is not supported, only {', '.join(FLOATS)}", param=name)
+        if not _is_part(path, name, (shape, dtype), config, expected):
+            _check_whole(path, name, (shape, dtype), config, expected)
     for name in expected:
-        parts = [name + part in where for part in _PART_TYPES]
-        if name in where and any(parts):
-            raise SettingsError(f"{where[name]}: {name}: is there as floats and as integers", param=name)
-        if all(parts):
-            continue
-        if name in where or (config.tied_embeddings and name in TIED and any(other in where for other in TIED)):
-            continue
-        files = ", ".join(path.name for path in weight_files(folder))
-        hint = "; config.json says tie_word_embeddings is false" if name == HEAD else ""
-        raise SettingsError(f"{folder}: {name}: is missing from {files}{hint}", param=name)
+        _require(name, where, folder, config)
     return where
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a tensor is of those that a checkpoint may keep as integers."""
+    return name.endswith(("_proj.weight", *(f".w{i}.weight" for i in (1, 2, 3))))
+
+
+def is_dead_bias(name: str, config: ModelConfig) -> bool:
+    """Whether a name is of a bias that the model does not have and some writers of integers add to every matrix.
+
+    Its values must be zero.
+    """
+    if config.packing is None or not name.endswith("_proj.bias"):
+        return False
+    return not (config.attention_bias if ".self_attn." in name else config.mlp_bias)
+
+
+def _is_part(
+    path: Path, name: str, found: tuple[tuple[int, ...], str], config: ModelConfig, expected: Mapping[str, Shape]
+) -> bool:
+    """Whether a tensor is a sound part of a matrix that is kept as integers. Raises SettingsError for one that is not
+    sound."""
+    matrix, part = split(name)
+    if part and matrix in expected and matrix.endswith("_proj.weight"):
+        _check_part(path, name, found, expected[matrix])
+        return True
+    if config.packing is None:
+        return False
+    matrix, end = config.packing.split(name)
+    if not end or matrix not in expected or not is_matrix(matrix):
+        return False
+    should = config.packing.parts(expected[matrix]).get(end)
+    if should is None or found[0] != should.shape or found[1] not in should.dtypes:
+        wanted = "nothing of it" if should is None else f"{' or '.join(should.dtypes)} of shape {should.shape}"
+        told = f"{found[1]} of shape {found[0]} should be {wanted}, a matrix {expected[matrix]} by {FIELD}"
+        raise SettingsError(f"{path}: {name}: {told}", param=name)
+    return True
+
+
+def _check_whole(
+    path: Path, name: str, found: tuple[tuple[int, ...], str], config: ModelConfig, expected: Mapping[str, Shape]
+) -> None:
+    shape, dtype = found
+    if is_dead_bias(name, config) and (matrix := f"{name.removesuffix('bias')}weight") in expected:
+        expected = {**expected, name: expected[matrix][:1]}
+    if name not in expected:
+        hint = _hint(name, config)
+        raise SettingsError(f"{path}: {name}: is not part of this model{hint}", param=name)
+    if shape != expected[name]:
+        raise SettingsError(f"{path}: {name}: shape {shape} should be {expected[name]} by config.json", param=name)
+    if dtype not in FLOATS:
+        raise SettingsError(f"{path}: {name}: dtype {dtype} is not supported, only {', '.join(FLOATS)}", param=name)
+
+
+def _require(name: str, where: Mapping[str, Path], folder: Path, config: ModelConfig) -> None:
+    """Raise SettingsError where a tensor is missing, or there in two ways."""
+    own = [name + part for part in _PART_TYPES]
+    theirs, needed = _packed_names(name, config)
+    if name in where and any(part in where for part in (*own, *theirs)):
+        raise SettingsError(f"{where[name]}: {name}: is there as floats and as integers", param=name)
+    if name in where or all(part in where for part in own):
+        return
+    if any(part in where for part in theirs):
+        missing = [part for part in needed if part not in where]
+        if not missing:
+            return
+        name = missing[0]
+    if config.tied_embeddings and name in TIED and any(other in where for other in TIED):
+        return
+    files = ", ".join(path.name for path in weight_files(folder))
+    hint = "; config.json says tie_word_embeddings is false" if name == HEAD else ""
+    raise SettingsError(f"{folder}: {name}: is missing from {files}{hint}", param=name)
+
+
+def _packed_names(name: str, config: ModelConfig) -> tuple[list[str], list[str]]:
+    """Every tensor that a matrix may be kept as by the configuration, and those of them that must be there."""
+    if config.packing is None or not is_matrix(name):
+        return [], []
+    parts = config.packing.parts(_NO_SHAPE)
+    stem = name.removesuffix(".weight")
+    return [stem + end for end in parts], [stem + end for end, part in parts.items() if part.required]
 
 
 def split(name: str) -> tuple[str, str]:
@@ -151,6 +217,8 @@ def _tensors(folder: Path) -> Iterator[tuple[Path, str, tuple[int, ...], str]]:
 
 
 def _hint(name: str, config: ModelConfig) -> str:
+    if config.packing is None and name.endswith(ENDS):
+        return f": config.json has no {FIELD}"
     for block, field, given in (
         ("self_attn", "attention_bias", config.attention_bias),
         ("mlp", "mlp_bias", config.mlp_bias),

@@ -14,6 +14,7 @@ from shared.contracts.errors import SettingsError
 from shared.kv.layout import ITEM_BYTES, LayerGroup
 from shared.model.family import LLAMA, TIED_BY_DEFAULT, Family, parse_family
 from shared.model.fields import Fields, read_fields
+from shared.model.packing import Packing, parse_packing
 from shared.model.rope import Rope, parse_rope
 
 GENERATION = "generation_config.json"
@@ -28,6 +29,7 @@ class ModelConfig:
         attention_bias, mlp_bias: whether the linear layers of attention and of the feed-forward block have biases.
         dtype: of the checkpoint, such as "bfloat16".
         family: in what the model differs from Llama.
+        packing: how the checkpoint keeps those matrices that are integers; None: it has floats alone.
     """
 
     vocab_size: int
@@ -46,6 +48,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     family: Family = LLAMA
+    packing: Packing | None = None
 
     @property
     def scale(self) -> float:
@@ -67,6 +70,16 @@ def load_config(folder: Path) -> ModelConfig:
     return parse_config(raw, path, raw.get("eos_token_id"))
 
 
+def packed_as(folder: Path) -> str:
+    """What a checkpoint of integers is computed as, in the words of quality records; "" for one of floats.
+
+    Raises:
+        SettingsError: as `load_config`.
+    """
+    packing = load_config(folder).packing
+    return "" if packing is None else packing.name
+
+
 def parse_config(raw: dict[str, Any], path: Path, eos: object = None, eos_path: Path | None = None) -> ModelConfig:
     """`load_config` on a parsed `config.json`; paths are only named in errors.
 
@@ -76,8 +89,6 @@ def parse_config(raw: dict[str, Any], path: Path, eos: object = None, eos_path: 
     """
     fields = Fields(raw, path)
     family = parse_family(fields)
-    if raw.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "quantized checkpoints are not supported")
     hidden, num_q_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     num_kv_heads = fields.positive("num_key_value_heads", num_q_heads)
     head_dim = fields.positive("head_dim", hidden // num_q_heads)
@@ -105,6 +116,7 @@ def parse_config(raw: dict[str, Any], path: Path, eos: object = None, eos_path: 
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_eos_token_ids(eos, vocab_size, Fields(raw, eos_path or path)),
         family=family,
+        packing=parse_packing(fields),
     )
 
 

@@ -33,6 +33,7 @@ from shared.model.config import ModelConfig, load_config
 from shared.model.digest import model_digest
 from shared.model.family import LLAMA
 from shared.model.fetch import cache_dir
+from shared.model.kept_quant import quant_for
 from shared.model.native_decoder import Kept, NativeDecoder
 from shared.model.pack_cache import PackCache
 from shared.model.quality_gate import AUTO, SAME, Configuration, open_gate
@@ -227,7 +228,8 @@ def load_decoder(
         with_head: False for one who only makes KV: saves the head's memory, and no logits can be asked for.
         threads: of native kernels; 0 = as many as torch has.
         quant: a key of `QUANTS`: how the weights of layers are kept. Integers are the native kernels' alone, so they
-            are not computed otherwise where those cannot be had.
+            are not computed otherwise where those cannot be had. "none" keeps a checkpoint's own integers; torch
+            computes from their exact values.
         quick_head: of native kernels: see `NativeDecoder`.
 
     Raises:
@@ -240,23 +242,25 @@ def load_decoder(
         raise SettingsError(f"quant {quant!r} needs a GPU, and a CPU computes here", param="quant")
     if quant not in QUANTS:
         raise SettingsError(f"quant {quant!r} is none of {', '.join(QUANTS)}", param="quant")
-    integers = QUANTS[quant]
-    if integers.bits and (kernels not in ("auto", "native") or dtype == "float64"):
+    asked = QUANTS[quant]
+    if asked.bits and (kernels not in ("auto", "native") or dtype == "float64"):
         raise SettingsError(
             f"quant {quant!r} needs the native kernels, which compute in bfloat16 and float32: not kernels {kernels!r} "
             f"with dtype {dtype!r}",
             param="quant",
         )
     try:
-        choice = choose("native" if integers.bits else kernels, cache_dir(os.environ) / "kernels")
+        choice = choose("native" if asked.bits else kernels, cache_dir(os.environ) / "kernels")
     except UnknownKernels as exc:
         raise SettingsError(str(exc), param="kernels") from exc
     config, parallel = load_config(folder), tp or TensorParallel()
+    integers = quant_for(config, folder, quant, QUANTS)
 
-    def chosen(family: str) -> torch.dtype:
+    def chosen(family: str, quant: Quant = NONE) -> torch.dtype:
         if dtype != AUTO:
             return DTYPES[dtype]
-        return DTYPES[open_gate(cache_dir(os.environ)).default_dtype(model_digest(folder), family)]
+        kept = quant.name if quant.as_kept else NONE.name
+        return DTYPES[open_gate(cache_dir(os.environ)).default_dtype(model_digest(folder), family, kept)]
 
     if choice.triton or config.family != LLAMA:
         what = "kernels 'triton'" if choice.triton else config.family.architecture
@@ -269,7 +273,7 @@ def load_decoder(
                 return NativeDecoder(
                     config,
                     weights,
-                    chosen("native"),
+                    chosen("native", integers),
                     choice,
                     choice.native,
                     count,
@@ -280,12 +284,12 @@ def load_decoder(
                     quick_head,
                 )
             except NativeUnavailable as exc:
-                if integers.bits:
+                if asked.bits:
                     raise SettingsError(f"quant {quant!r} needs the native kernels: {exc}", param="quant") from exc
                 log.warning("%s; torch computes instead, more slowly", exc)
             except Unquantizable as exc:
-                raise SettingsError(f"quant {quant!r}: {exc}", param="quant") from exc
+                raise SettingsError(f"quant {integers.name!r}: {exc}", param="quant") from exc
             choice = KernelChoice(choice.linear)
-        if integers.bits:
+        if asked.bits:
             raise SettingsError(f"quant {quant!r} needs the native kernels, which cannot be had here", param="quant")
         return Decoder(config, weights, chosen("torch"), choice, parallel, with_head)

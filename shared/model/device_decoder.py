@@ -32,6 +32,7 @@ from shared.kv.device_spans import KvView
 from shared.kv.layout import LayerGroup
 from shared.model.config import ModelConfig, load_config
 from shared.model.device_weights import DeviceWeights, LayerWeights, load_weights
+from shared.model.kept_quant import quant_for
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
@@ -259,7 +260,8 @@ def load_device_decoder(
         choice = choose("triton")
     except UnknownKernels as exc:
         raise SettingsError(str(exc), param="kernels") from exc
-    place, config, kept = torch.device(device), load_config(folder), GPU_QUANTS[quant]
+    place, config = torch.device(device), load_config(folder)
+    kept = quant_for(config, folder, quant, GPU_QUANTS)
     _require_float8(kept, place)
     _require_sizes(config, folder)
     with Weights(folder, config) as weights:

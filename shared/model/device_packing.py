@@ -6,20 +6,31 @@ One setting stands for one set of weights wherever it computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kernels.linear.quantize import Int4Weight, Quant, finite, to_int4, to_int8
-from kernels.linear.triton_weights import DeviceWeight, Kind, fp8_channels, from_minimum
+from kernels.linear.quantize import (
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    Quant,
+    finite,
+    floats_of,
+    kept_as,
+    to_int4,
+    to_int8,
+)
+from kernels.linear.triton_weights import DeviceWeight, Kind, fp8_channels, from_int4, from_minimum, plain
 
 
-def packed(parts: Sequence[Tensor | Int4Weight], quant: Quant, bias: Tensor | None = None) -> DeviceWeight:
+def packed(parts: Sequence[Matrix], quant: Quant, bias: Tensor | None = None) -> DeviceWeight:
     """Matrices of the same inputs, one under the other, as `quant`, of 4 or 8 bits, keeps them.
 
     Args:
-        parts: each [out_i, in] on the device: floats, or integers of four bits as a checkpoint has them, which stay
-            those where the groups are alike.
+        parts: each [out_i, in] on the device: floats, or integers as a checkpoint has them, which stay those where
+            the form is the same.
         bias: [out], of any float dtype.
 
     Raises:
@@ -27,33 +38,47 @@ def packed(parts: Sequence[Tensor | Int4Weight], quant: Quant, bias: Tensor | No
         KernelArgumentError: its inputs are no whole groups.
     """
     if quant.on_gpu == "fp8":
-        return fp8_channels(torch.cat([finite(_floats(part)) for part in parts]), bias)
+        return fp8_channels(torch.cat([finite(floats_of(part)) for part in parts]), bias)
     if quant.bits == 8:
-        eights = [to_int8(_floats(part)) for part in parts]
+        eights = [part if isinstance(part, Int8Weight) else to_int8(floats_of(part)) for part in parts]
         integers, scales = (torch.cat(each) for each in zip(*((e.integers, e.scales) for e in eights), strict=True))
         out_features, in_features = integers.shape
         kind: Kind = quant.on_gpu or "int8"
         return DeviceWeight(kind, integers, in_features, out_features, scales=scales, bias=bias)
-    fours = [_in_fours(part, quant.group) for part in parts]
+    fours = [_in_fours(part, quant) for part in parts]
     integers, scales, minima = (
         torch.cat(each) for each in zip(*((f.integers, f.scales, f.minima) for f in fours), strict=True)
     )
+    if quant.in_steps:
+        zeros = minima.neg().to(torch.uint8)
+        return from_int4(integers, scales, zeros, quant.group, fours[0].order, bias)
     return from_minimum(integers, scales, minima, quant.group, bias)
 
 
-def on_device(weight: Tensor | Int4Weight, device: torch.device) -> Tensor | Int4Weight:
+def kept(parts: Sequence[Matrix], dtype: torch.dtype, bias: Tensor | None = None) -> DeviceWeight:
+    """The same as they are kept, floats in `dtype`.
+
+    Raises:
+        Unquantizable: they are kept in different ways.
+        KernelArgumentError: inputs are no whole groups.
+    """
+    quant = kept_as(parts)
+    if quant.bits:
+        return packed(parts, quant, bias)
+    return plain(torch.cat([floats_of(part).to(dtype) for part in parts]), bias)
+
+
+def on_device(weight: Matrix, device: torch.device) -> Matrix:
     """A copy there: what was read is part of its file's mapping, and would keep all of it."""
     if isinstance(weight, Tensor):
         return weight.to(device, copy=True)
-    integers, scales, minima = (part.to(device, copy=True) for part in (weight.integers, weight.scales, weight.minima))
-    return Int4Weight(integers, scales, minima, weight.group)
+    integers, scales = (part.to(device, copy=True) for part in (weight.integers, weight.scales))
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(integers, scales)
+    order = None if weight.order is None else weight.order.to(device)
+    return replace(weight, integers=integers, scales=scales, minima=weight.minima.to(device, copy=True), order=order)
 
 
-def _in_fours(weight: Tensor | Int4Weight, group: int) -> Int4Weight:
-    if isinstance(weight, Int4Weight) and weight.group == group:
-        return weight
-    return to_int4(_floats(weight), group)
-
-
-def _floats(weight: Tensor | Int4Weight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.floats()
+def _in_fours(weight: Matrix, quant: Quant) -> Int4Weight:
+    same = isinstance(weight, Int4Weight) and (weight.group, weight.in_steps) == (quant.group, quant.in_steps)
+    return weight if isinstance(weight, Int4Weight) and same else to_int4(floats_of(weight), quant.group)

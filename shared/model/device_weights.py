@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import KernelArgumentError
-from kernels.linear.quantize import NONE, Int4Weight, Quant, Unquantizable
+from kernels.linear.quantize import NONE, Matrix, Quant, Unquantizable
 from kernels.linear.triton_weights import DeviceWeight, plain
 from kernels.moe.triton_kernel import stacked
 from shared.contracts.errors import SettingsError
 from shared.model.checkpoint import EMBEDDING, HEAD, MOE
 from shared.model.config import ModelConfig
-from shared.model.device_packing import on_device, packed
+from shared.model.device_packing import kept, on_device, packed
 
 
 class TensorSource(Protocol):
@@ -23,7 +23,7 @@ class TensorSource(Protocol):
 
     def __getitem__(self, name: str) -> Tensor: ...
 
-    def kept(self, name: str) -> Tensor | Int4Weight:
+    def kept(self, name: str) -> Matrix:
         """A matrix as it is kept there, integers as integers."""
         ...
 
@@ -100,7 +100,7 @@ def load_weights(
     if with_head:
         tied = config.tied_embeddings
         # integers of the weight as it was kept: of what the embedding was rounded to they might be others
-        shared = tied and not quant.bits
+        shared = tied and not quant.head.bits
         head = plain(embedding) if shared else loader.packed(quant.head, EMBEDDING if tied else HEAD)
     return DeviceWeights(embedding, layers, loader.tensor("model.norm.weight"), head)
 
@@ -127,7 +127,7 @@ class _Loader:
             return plain(self.tensor(*names), bias)
         parts = [on_device(self._source.kept(name), self._device) for name in names]
         try:
-            return packed(parts, quant, bias)
+            return kept(parts, self._dtype, bias) if quant.as_kept else packed(parts, quant, bias)
         except (Unquantizable, KernelArgumentError) as exc:
             raise SettingsError(f"quant {quant.name!r}: {names[0]}: {exc}", param="quant") from exc
 
@@ -169,9 +169,11 @@ class _Loader:
         if self._quant.bits:
             names = [f"{prefix}.experts.{i}" for i in range(count)]
             gate_up = [self.packed(self._quant, f"{name}.w1.weight", f"{name}.w3.weight") for name in names]
-            return Experts(
-                router, stacked(gate_up), stacked([self.packed(self._quant, f"{name}.w2.weight") for name in names])
-            )
+            down = [self.packed(self._quant, f"{name}.w2.weight") for name in names]
+            try:
+                return Experts(router, stacked(gate_up), stacked(down))
+            except KernelArgumentError as exc:
+                raise SettingsError(f"quant {self._quant.name!r}: {prefix}.experts: {exc}", param="quant") from exc
         return self._plain_experts(prefix, router)
 
     def _plain_experts(self, prefix: str, router: DeviceWeight) -> Experts:

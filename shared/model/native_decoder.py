@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import KernelChoice
-from kernels.linear.quantize import NONE, Int4Weight, Quant
+from kernels.linear.quantize import NONE, Matrix, Quant, Unquantizable, floats_of
 from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
 from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Rechecks, Shape, require_runnable
@@ -21,14 +21,14 @@ from kernels.native.sampling import NativeSampler
 from kernels.sampling import Sampler
 from shared.engine.forward_batch import ForwardBatch
 from shared.kv.layout import LayerGroup
-from shared.model.checkpoint import EMBEDDING, HEAD, expected_shapes
+from shared.model.checkpoint import EMBEDDING, HEAD
 from shared.model.config import ModelConfig
 from shared.model.pack_cache import PackCache, in_huge_pages, new_arena, packing_digest
 from shared.model.quantization import TensorParallel
 from shared.model.rope_table import rope_table
 from shared.model.weights import Weights
 
-Tensors = Callable[[str], Tensor | Int4Weight]
+Tensors = Callable[[str], Matrix]
 """A checkpoint's tensors by name, as they are kept there; of some only the shape is looked at."""
 LayerLinears = tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear]
 """qkv, o, gate and up, down."""
@@ -86,7 +86,7 @@ class NativeDecoder:
         self.dtype = dtype
         self.kernels = kernels
         self.quant = quant
-        self._wants_quick = quick_head and not quant.bits
+        self._wants_quick = quick_head and not quant.head.bits
         require_runnable(dtype, config.head_dim)
         self._team = Team(library, threads)
         self.sampler: Sampler = NativeSampler(self._team)
@@ -106,8 +106,8 @@ class NativeDecoder:
         self._rotary = rope_table(config.rope, config.head_dim, config.max_positions, dtype)
         self._norms = [_layer_norms(weights, i) for i in range(config.num_layers)]
         self._final_norm = _copied(weights["model.norm.weight"])
-        self._arena = self._packed(weights.kept, kept, with_head)
-        self._laid_out = self._lay_out(self._arena, _shapes(config), with_head)
+        self._arena = self._packed(weights, kept, with_head)
+        self._laid_out = self._lay_out(self._arena, weights.outline, with_head)
         self._groups: tuple[LayerGroup, ...] = ()
         self._model: NativeModel | None = None
 
@@ -172,19 +172,19 @@ class NativeDecoder:
             self._laid_out.quick,
         )
 
-    def _packed(self, tensors: Tensors, kept: Kept | None, with_head: bool) -> Arena:
+    def _packed(self, weights: Weights, kept: Kept | None, with_head: bool) -> Arena:
         """The filled arena: kept on disk, with a head for all who share it, or packed here without one unneeded."""
         own = Arena.plan()
-        self._lay_out(own, _shapes(self.config), with_head)
+        self._lay_out(own, weights.outline, with_head)
         if kept is not None:
             plan = Arena.plan()
-            self._lay_out(plan, _shapes(self.config))
+            self._lay_out(plan, weights.outline)
             what, version = self._what(kept), packing_digest()
-            found = kept.packs.arena(what, version, plan, lambda arena: self._lay_out(arena, tensors))
+            found = kept.packs.arena(what, version, plan, lambda arena: self._lay_out(arena, weights.kept))
             if found is not None:
                 return in_huge_pages(found, own.used)
         arena = new_arena(own.used)
-        self._lay_out(arena, tensors, with_head)
+        self._lay_out(arena, weights.kept, with_head)
         return arena.again()
 
     def _what(self, kept: Kept) -> dict[str, str]:
@@ -203,8 +203,11 @@ class NativeDecoder:
 
         def pack(names: list[str], bias: bool = False, gated: bool = False, quant: Quant = self.quant) -> PackedLinear:
             parts = [tensors(f"{name}.weight") for name in names]
-            biases = [_floats(tensors(f"{name}.bias")) for name in names] if bias else []
-            return pack_linear(self._team, arena, parts, biases, self.dtype, gated, quant)
+            biases = [floats_of(tensors(f"{name}.bias")) for name in names] if bias else []
+            try:
+                return pack_linear(self._team, arena, parts, biases, self.dtype, gated, quant)
+            except Unquantizable as exc:
+                raise Unquantizable(f"{', '.join(names)}: {exc}") from exc
 
         layers = []
         for i in range(config.num_layers):
@@ -217,7 +220,7 @@ class NativeDecoder:
             return _Layout(layers, None, None, arena.used)
         name = EMBEDDING if config.tied_embeddings else HEAD
         head, used = pack([name.removesuffix(".weight")], quant=self.quant.head), arena.used
-        quick = pack_quick_head(self._team, arena, _floats(tensors(name)), self.dtype) if self._wants_quick else None
+        quick = pack_quick_head(self._team, arena, floats_of(tensors(name)), self.dtype) if self._wants_quick else None
         return _Layout(layers, head, quick, used)
 
 
@@ -226,16 +229,6 @@ def _layer_norms(weights: Weights, index: int) -> tuple[Tensor, Tensor]:
     return _copied(weights[f"{prefix}.input_layernorm.weight"]), _copied(
         weights[f"{prefix}.post_attention_layernorm.weight"]
     )
-
-
-def _floats(kept: Tensor | Int4Weight) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.floats()
-
-
-def _shapes(config: ModelConfig) -> Tensors:
-    """A checkpoint's tensors without their values."""
-    shapes = expected_shapes(config)
-    return lambda name: torch.empty(shapes[name], device="meta")
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -124,10 +124,14 @@ class Gate:
     def record(self, model: str, configuration: Configuration) -> Record | None:
         return self._records.get((model, configuration))
 
-    def default_dtype(self, model: str, kernels: str) -> str:
-        """The fastest dtype that passed for a model without integers, on these kernels; float32 where none did."""
+    def default_dtype(self, model: str, kernels: str, quant: str = "none") -> str:
+        """The fastest dtype that passed for a model on these kernels; float32 where none did.
+
+        Args:
+            quant: of a checkpoint of integers, `Packing.name`; else integers do not count.
+        """
         for dtype in DEFAULTS:
-            if self.allows(model, Configuration(kernels, dtype)):
+            if self.allows(model, Configuration(kernels, dtype, quant)):
                 return dtype
         return FLOAT32
 

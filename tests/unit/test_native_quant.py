@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,34 @@ def test_blocks_of_a_file_are_taken_exactly(team: Team, group: int) -> None:
     assert torch.equal(other, product(team, x, packed(team, [blocks.floats()], [], torch.float32, QUANTS["int8"])))
     plain = product(team, x, packed(team, [blocks], [], torch.float32, NONE))
     torch.testing.assert_close(plain.double(), x.double() @ blocks.floats().double().T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("group", "in_features"), [(32, 72), (64, 600), (128, 1100)])
+def test_zeros_of_a_checkpoint_and_its_order_are_taken_exactly(
+    team: Team, group: int, in_features: int, dtype: torch.dtype
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    integers = torch.randint(0, 16, (70, in_features), generator=draw, dtype=torch.uint8)
+    size = 70, -(-in_features // group)
+    scales, zeros = rand(1, *size).mul(0.01).half(), torch.randint(0, 17, size, generator=draw)
+    order = torch.randperm(in_features, generator=draw)
+    kept = Int4Weight(integers, scales, -zeros.half(), group, in_steps=True, order=order)
+    place = torch.arange(in_features) // group
+    exact_values = torch.empty(70, in_features, dtype=torch.float64)
+    exact_values[:, order] = scales.double()[:, place] * (integers.double() - zeros[:, place])
+    assert torch.equal(kept.floats().double(), exact_values)
+    as_kept = Quant("", 4, group, in_steps=True, as_kept=True)
+    x, bias = rand(3, 19, in_features).to(dtype), rand(4, 70)
+    arena = Arena(200_000)
+    weight = pack_linear(team, arena, [kept[:33], kept[33:]], [bias[:33], bias[33:]], dtype, quant=as_kept)
+    # rows are quantized in the order of the weights
+    expected = quantized_linear(x[:, order], replace(kept, order=None))
+    terms = (integers + zeros[:, place]) * scales.double().abs()[:, place]
+    bound = TOLERANCE * (x[:, order].double().abs() @ terms.T + 1)
+    assert ((product(team, x, weight) - expected - bias.double()).abs() <= bound).all()
+    alone = torch.cat([product(team, x[i : i + 1], weight) for i in range(19)])
+    assert torch.equal(product(team, x, weight), alone)
 
 
 def test_integers_are_the_nearest() -> None:

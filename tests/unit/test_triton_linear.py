@@ -19,8 +19,6 @@ from kernels.linear.triton_weights import (
     DeviceWeight,
     dequantized,
     fp8_channels,
-    from_awq,
-    from_gptq,
     from_int4,
     from_minimum,
     int4_groups,
@@ -127,45 +125,20 @@ def test_minimums_of_gguf() -> None:
     assert_close(linear(x, weight), x.double() @ plain_values.view(40, 128).T, torch.bfloat16)
 
 
-def words(nibbles: Tensor) -> Tensor:
-    """[..., 8 n] values → [..., n] int32, lowest bits first."""
-    parts = nibbles.long().view(*nibbles.shape[:-1], -1, 8) << torch.arange(0, 32, 4, device=nibbles.device)
-    total = parts.sum(-1)
-    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_gptq_with_and_without_a_permutation(group: int, ordered: bool) -> None:
+def test_whole_zeros_with_and_without_a_permutation(group: int, ordered: bool) -> None:
     in_features, out_features = 256, 48
-    q, zeros = randint(16, in_features, out_features), randint(15, in_features // group, out_features, seed=1)
-    scales = randn(in_features // group, out_features, dtype=torch.float16, seed=2).abs() * 0.1 + 0.01
-    g_idx = torch.arange(in_features) // group
-    if not ordered:
-        g_idx = g_idx[torch.randperm(in_features, generator=torch.Generator().manual_seed(3))]
-    g_idx = g_idx.to(DEVICE)
-    matrix = (q.double() - (zeros.double() + 1)[g_idx]) * scales.double()[g_idx]
-    weight = from_gptq(words(q.T.contiguous()).T.contiguous(), words(zeros), scales, g_idx.to(torch.int32), group)
-    assert torch.equal(dequantized(weight), matrix.T)
-    assert (weight.permutation is None) == ordered
+    q, zeros = randint(16, out_features, in_features), randint(17, out_features, in_features // group, seed=1)
+    scales = randn(out_features, in_features // group, dtype=torch.float16, seed=2).abs() * 0.1 + 0.01
+    order = None if ordered else torch.randperm(in_features, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    places = torch.arange(in_features, device=DEVICE) // group
+    values = (q.double() - zeros.double()[:, places]) * scales.double()[:, places]
+    matrix = values if order is None else torch.empty_like(values).index_copy_(1, order, values)
+    weight = from_int4(q, scales, zeros, group, order)
+    assert torch.equal(dequantized(weight), matrix)
     x = randn(2, in_features, dtype=torch.float16, seed=4)
-    assert_close(linear(x, weight), x.double() @ matrix, torch.float16)
-
-
-def test_awq_order() -> None:
-    in_features, out_features, group = 128, 40, 64
-    q, zeros = randint(16, in_features, out_features), randint(16, in_features // group, out_features, seed=1)
-    scales = randn(in_features // group, out_features, dtype=torch.float16, seed=2).abs() * 0.1 + 0.01
-
-    def shuffled(values: Tensor) -> Tensor:
-        return words(values.view(values.shape[0], -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]].reshape(values.shape))
-
-    weight = from_awq(shuffled(q), shuffled(zeros), scales, group)
-    groups = torch.arange(in_features, device=DEVICE) // group
-    matrix = (q.double() - zeros.double()[groups]) * scales.double()[groups]
-    assert torch.equal(dequantized(weight), matrix.T)
-    x = randn(2, in_features, dtype=torch.float16, seed=4)
-    assert_close(linear(x, weight), x.double() @ matrix, torch.float16)
+    assert_close(linear(x, weight), x.double() @ matrix.T, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -211,14 +184,8 @@ def test_float8_is_refused_where_the_card_has_none_of_it() -> None:
         (lambda: plain(randn(8, 64), randn(7)), r"bias has shape \[7\], expected \[8\]"),
         (lambda: quantize_rows(randn(2, 8), torch.int32), r"dtype is torch.int32"),
         (
-            lambda: from_gptq(
-                randint(2, 8, 8, dtype=torch.int32),
-                randint(2, 2, 1, dtype=torch.int32),
-                randn(2, 8),
-                torch.zeros(64, dtype=torch.int64, device=DEVICE),
-                32,
-            ),
-            r"g_idx has groups of other sizes",
+            lambda: from_int4(randint(16, 8, 64), randn(8, 2), None, 32, randint(8, 63, dtype=torch.int64)),
+            r"permutation has shape \[63\], expected \[64\]",
         ),
     ],
 )
