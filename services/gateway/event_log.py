@@ -152,10 +152,13 @@ class EventLog:
             self._reached[index] = Reach(reach.chars + len(text), reach.finished or bool(choice.get("finish_reason")))
 
 
-def make_parts(log: EventLog, first: int, more: Sequence[bytes] = (), *, last: bool = False) -> list[bytes]:
-    """A log's events from `first` on, and `more` after them, as parts to be kept; the head with the first event."""
+def make_parts(
+    log: EventLog, first: int, more: Sequence[bytes] = (), *, end: int | None = None, last: bool = False
+) -> list[bytes]:
+    """A log's events from `first` to `end`, or all, and `more` after them, as parts to be kept; the head with the first
+    event."""
     made, size = [Part() if first else Part(log.status, log.stream)], 0
-    for event in (*log.events[first:], *more):
+    for event in (*log.events[first:end], *more):
         for piece in _pieces(event):
             if size and size + len(piece) > PART_BYTES:
                 made.append(Part())

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -68,7 +69,8 @@ class KeyedRun:
         self._begun: Begun | None = None
         self._pending: list[bytes] = []  # parts that policy has not confirmed, always the same ones
         self._written = 0
-        self._events = 0
+        self._cuts = [0]  # numbers of events at which parts were made, so that the same can be made again
+        self._last: list[bytes] = []
         self._kept_tokens = 0
         self._size = 0
         self._body = b""
@@ -179,13 +181,14 @@ class KeyedRun:
         """Make parts of new events. True when policy is to be told how far this is."""
         if self.log.status not in (0, 200) or self._size > MAX_LOG_BYTES or self.log.complete:
             return False
-        return self._collect_events() or self._tokens() != self._kept_tokens
+        return self._collect_events() or bool(self._pending) or self._tokens() != self._kept_tokens
 
     def _collect_events(self) -> bool:
-        first, self._events = self._events, len(self.log.events)
-        if first < self._events:
+        first, end = self._cuts[-1], len(self.log.events)
+        if first < end:
             self._pending += make_parts(self.log, first)
-        return first < self._events
+            self._cuts.append(end)
+        return first < end
 
     def _tokens(self) -> int:
         session = self._begun.session if self._begun is not None else None
@@ -195,7 +198,8 @@ class KeyedRun:
         """Complete the record with the last events. False: it is another run's now."""
         state = self._last_state()
         if state == i.DONE:
-            self._pending += self._last_parts(events)
+            self._last = self._last_parts(events)
+            self._pending += self._last
         try:
             held = await self._complete(state)
         except BatonError as exc:
@@ -212,7 +216,7 @@ class KeyedRun:
         return i.DONE if well else i.OPEN
 
     def _last_parts(self, events: list[bytes]) -> list[bytes]:
-        return make_parts(self.log, self._events, events, last=True)
+        return make_parts(self.log, self._cuts[-1], events, last=True)
 
     async def _complete(self, state: str) -> bool:
         return await self._put(state)
@@ -263,12 +267,22 @@ class KeyedRun:
             parts=tuple(pending),
             **counts,
         )
-        written = await self._write(write)
+        try:
+            written = await self._write(write)
+        except Conflict as exc:
+            if exc.code == i.RECORD_GAP:
+                await self._mend()
+            raise
         self._fenced, self._gone = not written.held, written.gone
         self._heard(written)
         self._kept_tokens = write.completion_tokens
         self._written += len(pending)
         del self._pending[: len(pending)]
+
+    async def _mend(self) -> None:
+        """Redis lost what was written last: the next writes begin with the first part again."""
+        again = [part for first, end in pairwise(self._cuts) for part in make_parts(self.log, first, end=end)]
+        self._pending, self._written = again + self._last, 0
 
     def _end(self, reason: str) -> None:
         if self._begun is not None and self._begun.session is not None:

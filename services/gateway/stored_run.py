@@ -7,7 +7,6 @@ what it is made from, so that another gateway can go on with it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from services.gateway.event_log import EventLog, make_parts
 from services.gateway.keyed_run import PARTS_AT_ONCE, Begun, KeyedRun, Write
@@ -106,10 +105,19 @@ class StoredRun(KeyedRun):
         return True  # it may hear that it shall end
 
     async def _complete(self, state: str) -> bool:
-        if state == i.DONE and not self.goes_on_alone:
-            with suppress(Conflict):  # deleted since: the write below tells
+        if state == i.DONE:  # one in the background has it, unless Redis lost it
+            try:
                 await self.keep_input()
+            except Conflict as exc:
+                if exc.code == i.RECORD_GAP:
+                    raise
+                # else deleted since: the write below tells
         return await super()._complete(state)
+
+    async def _mend(self) -> None:
+        if self.goes_on_alone:
+            await self.keep_input()
+        await super()._mend()
 
     def _last_state(self) -> str:
         if self._answer.final is not None:

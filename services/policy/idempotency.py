@@ -141,7 +141,7 @@ class IdempotencyRecords:
         ]
         code = int(await self._redis.script(_WRITE, self._keys(tenant, request_id), arguments))
         if code == _GAP:
-            raise Conflict("parts of the record are missing", code="record_gap")
+            raise Conflict("parts of the record are missing", code=i.RECORD_GAP)
         return i.IdempotencyWritten(held=code > _TAKEN_OVER, gone=code == _GONE, cancel=code == _SHALL_END)
 
     async def progress(self, tenant: TenantId, request_id: RequestId) -> Progress | None:

@@ -79,7 +79,7 @@ class ResponseRecords(IdempotencyRecords):
             await self._redis.execute("HSET", self._background, f"{tenant}/{request_id}", news.key_hash.hex())
         code = int(await self._redis.script(_INPUT, self._keys(tenant, request_id), arguments))
         if code < 0:
-            raise Conflict("parts of the record are missing", code="record_gap")
+            raise Conflict("parts of the record are missing", code=i.RECORD_GAP)
         return r.ResponseChanged(held=bool(code))
 
     async def find(self, tenant: TenantId, ask: r.ResponseFind) -> tuple[r.ResponseFound, IngressId]:

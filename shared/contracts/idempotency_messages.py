@@ -21,6 +21,8 @@ OPEN = "open"
 REFUSED = "refused"
 """It was refused before anything was begun. A first run's record goes, as if the key had never been used; a later
 run's is open."""
+RECORD_GAP = "record_gap"
+"""Code of the Conflict that tells a writer that parts before its own are missing: Redis lost them."""
 
 
 class IdempotencyClaim(Message, frozen=True, kw_only=True):

@@ -251,6 +251,37 @@ async def test_without_policy_a_new_key_is_503_and_a_running_stream_ends_well(re
         assert len(world.backend.submits) == 1
 
 
+async def test_what_redis_lost_is_written_again(redis: RedisStore) -> None:
+    async with keyed_world(redis, step_s=0.05) as world:
+        first, second = world.gateways
+        asked = asyncio.create_task(first.post("completions", STREAM, "k"))
+        (name,) = await found_keys(redis, f"{world.records._prefix}:*:once-parts:*")
+
+        async def has_three() -> bool:
+            return int(await redis.execute("LLEN", name)) >= 3
+
+        # Given parts of an answer, the last of which Redis loses, as it does when its machine dies
+        await until(has_three)
+        await redis.execute("LTRIM", name, 0, 0)
+        # Then its client has the answer, and so has whoever asks again
+        answer = await asked
+        assert text_of(events(answer)) == TEXT
+        assert (await second.post("completions", STREAM, "k")).content == answer.content
+        await world.settled(1)
+
+
+async def found_keys(redis: RedisStore, pattern: str) -> list[str]:
+    """Keys of this pattern, once there are some."""
+    found: list[str] = []
+
+    async def look() -> bool:
+        found[:] = [key.decode() async for key in redis._client.scan_iter(pattern)]
+        return bool(found)
+
+    await until(look)
+    return found
+
+
 async def test_a_refused_admission_leaves_the_key_free(redis: RedisStore) -> None:
     async with keyed_world(redis) as world:
         world.backend.policy_refuses = QuotaExceeded("slow down", retry_after_s=1.0)

@@ -19,6 +19,7 @@ from shared.store.redis_store import RedisStore, connect_redis
 from tests.pipeline.gateway_support import MODEL, default_output
 from tests.pipeline.keyed_support import Gateway, World, keyed_world, until
 from tests.pipeline.test_gateway_openai import client
+from tests.pipeline.test_keyed_requests import found_keys
 from tests.servers import RedisServer
 
 TEXT = default_output("")
@@ -399,6 +400,26 @@ async def test_what_cannot_be_stored_at_its_end_is_stored_later(redis: RedisStor
             return (await get(world.gateways[1], made.id)).status_code == 200
 
         await until(is_there)
+        await world.settled(1)
+
+
+async def test_what_redis_lost_of_one_in_the_background_is_written_again(redis: RedisStore) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold) as world, ai_of(world, 1) as ai:
+        body = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+        asked = asyncio.create_task(world.gateways[0].post("responses", body))
+        (parts,) = await found_keys(redis, f"{world.responses._prefix}:*:response-parts:*")
+        (given,) = await found_keys(redis, f"{world.responses._prefix}:*:response-input:*")
+        # Given one of which something is kept, when Redis loses that and all behind it
+        await redis.execute("DEL", parts, given)
+        # Then it ends as if nothing had been lost
+        hold.set()
+        told = events(await asked)[-1]["response"]
+        await until(has_status(ai, told["id"], "completed"))
+        assert (await ai.responses.retrieve(told["id"])).output_text == TEXT
+        assert len((await ai.responses.input_items.list(told["id"])).data) == 1
+        whole = events(await get(world.gateways[1], f"{told['id']}?stream=true"))
+        assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
         await world.settled(1)
 
 
