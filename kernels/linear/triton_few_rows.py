@@ -18,7 +18,7 @@ from kernels.activation.triton_kernel import GATES, Gate
 from kernels.arguments import FLOATS, KernelArgumentError, check_contiguous, check_device, check_dtype, check_shape
 from kernels.chip import capability, interpreted
 from kernels.linear.triton_few_rows_kernels import few_rows_int4_kernel, few_rows_kernel
-from kernels.linear.triton_kernel import check_float8, whole_zeros
+from kernels.linear.triton_kernel import check_alone, check_float8, whole_zeros
 from kernels.linear.triton_weights import DeviceWeight
 
 MAX_ROWS = 2
@@ -127,6 +127,7 @@ def _check(
         raise KernelArgumentError(f"x has shape {list(x.shape)}, expected at most {MAX_ROWS} rows")
     if weight.kind == "plain":
         check_dtype("weight", weight.data, x.dtype)
+    check_alone(weight)
     check_float8("weight", weight)
     if weight.permutation is not None:
         raise KernelArgumentError("weight has a permutation, expected none")

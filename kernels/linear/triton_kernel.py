@@ -337,6 +337,12 @@ def linear(x: Tensor, weight: DeviceWeight, programs: int = 0) -> Tensor:
     return y
 
 
+def check_alone(weight: DeviceWeight) -> None:
+    """Raise `KernelArgumentError` for a weight of experts."""
+    if weight.num_experts:
+        raise KernelArgumentError(f"weight has shape {list(weight.data.shape)}, of experts; expected one matrix")
+
+
 def check_float8(name: str, weight: DeviceWeight) -> None:
     """Raise `KernelArgumentError` where a card does not multiply this weight's float8."""
     if weight.kind == "fp8" and capability(weight.data.device) < FP8_CAPABILITY:
@@ -352,6 +358,7 @@ def _check(x: Tensor, weight: DeviceWeight) -> None:
     check_shape("x", x, None, weight.in_features)
     check_dtype("x", x, *((weight.data.dtype,) if weight.kind == "plain" else FLOATS))
     check_rows("x", x)
+    check_alone(weight)
     check_device("weight", weight.data, x)
     check_float8("weight", weight)
     if weight.in_features > MAX_FEATURES:

@@ -373,8 +373,10 @@ def _check(x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, ids: Tensor, sh
     if (down.in_features, down.out_features) != (gate_up.out_features // 2, gate_up.in_features):
         raise KernelArgumentError(f"down is [{down.out_features}, {down.in_features}], expected "
                                   f"[{gate_up.in_features}, {gate_up.out_features // 2}]")  # fmt: skip
-    if gate_up.data.shape[0] != down.data.shape[0]:
-        raise KernelArgumentError(f"down has {down.data.shape[0]} experts, expected {gate_up.data.shape[0]}")
+    if not gate_up.num_experts:
+        raise KernelArgumentError(f"gate_up has shape {list(gate_up.data.shape)}, expected weights of experts")
+    if gate_up.num_experts != down.num_experts:
+        raise KernelArgumentError(f"down has {down.num_experts} experts, expected {gate_up.num_experts}")
     check_shape("ids", ids, x.shape[0], None)
     check_shape("shares", shares, *ids.shape)
     check_dtype("shares", shares, torch.float32)

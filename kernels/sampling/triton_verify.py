@@ -120,9 +120,13 @@ def verify(logits: Tensor, rows: SamplingRows, drafts: Tensor, cu_rows: Tensor, 
     Raises:
         KernelArgumentError: a tensor is not as described.
     """
+    check_shape("logits", logits, None, None)
     check_shape("drafts", drafts, logits.shape[0])
     check_shape("cu_rows", cu_rows, None)
-    check_dtype("cu_rows", cu_rows, torch.int32)
+    for name, tensor in (("drafts", drafts), ("cu_rows", cu_rows)):
+        check_dtype(name, tensor, torch.int32)
+        check_contiguous(name, tensor)
+        check_device(name, tensor, logits)
     firsts = torch.repeat_interleave(cu_rows[:-1], cu_rows.diff(), output_size=logits.shape[0])
     drawn = sample(logits, replace(rows, drafts=Drafts(drafts, firsts)), out)
     return Verified(drawn, accept(drawn.tokens, drafts, cu_rows, rows.penalties))

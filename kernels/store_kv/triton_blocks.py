@@ -171,7 +171,9 @@ def _check_spans(spans: Tensor, ids: Tensor, pool: Tensor) -> None:
 def _words(name: str, tensor: Tensor) -> Tensor:
     """[blocks, words] int32 over the same memory."""
     check_contiguous(name, tensor)
-    if tensor.ndim < 2 or tensor.shape[0] == 0:
+    if tensor.ndim < 2:
+        raise KernelArgumentError(f"{name} has shape {list(tensor.shape)}, expected blocks of at least one dimension")
+    if tensor.shape[0] == 0:
         return tensor.new_empty((0, 0), dtype=torch.int32)
     size = tensor[0].numel() * tensor.itemsize
     most = 4 * _CHUNK * _MOST_CHUNKS
