@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.gateway.answers import json_response
 from services.gateway.auth import key_hash
@@ -20,22 +20,11 @@ from shared.contracts import batch_messages as b
 from shared.contracts import subjects
 from shared.contracts.ids import BatchId, FileId
 from shared.contracts.messages import Identity
+from shared.ingress.metadata import Metadata
 from shared.ingress.parse import parse_as
 
 MAX_BODY_BYTES = 256 * 1024
-MAX_PAIRS, MAX_NAME_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 MAX_PAGE, PAGE = 100, 20
-
-
-def _metadata(value: dict[str, str] | None) -> dict[str, str] | None:
-    pairs = value or {}
-    if len(pairs) > MAX_PAIRS:
-        raise ValueError(f"must hold at most {MAX_PAIRS} pairs")
-    if not all(0 < len(name) <= MAX_NAME_CHARS for name in pairs):
-        raise ValueError(f"names must have 1 to {MAX_NAME_CHARS} characters")
-    if not all(len(text) <= MAX_VALUE_CHARS for text in pairs.values()):
-        raise ValueError(f"values must have at most {MAX_VALUE_CHARS} characters")
-    return value
 
 
 class _Strict(BaseModel):
@@ -55,7 +44,7 @@ class BatchBody(_Strict):
     input_file_id: str = Field(min_length=1, max_length=100)
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[str, str] | None, AfterValidator(_metadata)] = None
+    metadata: Metadata = None
     output_expires_after: ExpiresAfter | None = None
 
 

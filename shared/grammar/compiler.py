@@ -27,6 +27,7 @@ SLOW_S = 0.3
 """Most processor seconds of compiling at the door: what takes longer would hold up others' steps later."""
 PROBE_STEPS = 4
 _MAX_REASON_CHARS = 300
+_NOTHING = "no output can match it"
 _TOO_MUCH = ("too many", "too big", "fuel", "too large")
 _PLACE = re.compile(r"^at \d+\(\d+\): |\n +\d+ \| .*", re.DOTALL)
 
@@ -117,7 +118,7 @@ class GrammarCompiler:
                 return matcher.get_error()
             allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
             if not len(allowed) and not step:
-                return "no output can match it"
+                return _NOTHING
             going_on = allowed[~np.isin(allowed, self.eos_ids)]
             if not len(going_on):
                 return ""
@@ -177,6 +178,8 @@ def _reason(message: str) -> str:
     """The library's words on one line, without the place in our text around the client's."""
     message = _PLACE.sub("", message.replace("<non-verbose/>", ""))
     words = " ".join(message.split())
+    if words == "NoExtensionBias":  # the library's word for a grammar without any text
+        return _NOTHING
     if any(word in words for word in _TOO_MUCH):
         return "it takes too much work"
     return f"not supported: {words[:_MAX_REASON_CHARS]}"

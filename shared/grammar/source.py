@@ -17,6 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 from shared.contracts.errors import InvalidInput
+from shared.grammar.schema_end import has_end
 
 MAX_BYTES = 64 * 1024
 """Of a grammar: it travels with the request, once a choice."""
@@ -53,6 +54,7 @@ def schema_body(schema: Mapping[str, Any], field: str) -> str:
 def json_schema(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
     """A client's schema with our options in it. Raises as `schema_grammar`."""
     _check(schema, field)
+    _require_end(schema, field)
     return {**schema, _OPTIONS_KEY: dict(OPTIONS)}
 
 
@@ -83,6 +85,8 @@ def own_grammar(text: str, field: str) -> str:
     except (ValueError, RecursionError) as exc:
         raise InvalidInput(f"{field}: holds a schema that is not valid JSON", param=field) from exc
     _check(schemas, field)
+    for schema in schemas:
+        _require_end(schema, field)
     return grammar
 
 
@@ -112,6 +116,11 @@ def _grammars(grammars: list[dict[str, Any]], field: str) -> str:
     if len(text.encode()) > MAX_BYTES:
         raise InvalidInput(f"{field}: a grammar has at most {MAX_BYTES} bytes", param=field)
     return text
+
+
+def _require_end(schema: Any, field: str) -> None:
+    if not has_end(schema):
+        raise InvalidInput(f"{field}: no output can match it, as it needs itself without end", param=field)
 
 
 def _check(value: Any, field: str) -> None:

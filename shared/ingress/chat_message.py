@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from shared.ingress.call_arguments import read_arguments
 from shared.ingress.tool_schema import MAX_CALLS, ReturnedCall, Strict, encodable
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+_UNREAD = ("file", "image_url", "input_audio", "refusal", "video_url")
+"""Types of parts that others read."""
 
 
 def _content(value: Any) -> Any:
@@ -20,9 +23,11 @@ def _content(value: Any) -> Any:
         return encodable(value)
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string or a list of text parts")
-    for part in value:
+    for index, part in enumerate(value):
         if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-            raise ValueError('a part must be {"type": "text", "text": ...}: this model reads only text')
+            kind = part.get("type") if isinstance(part, dict) else None
+            name = f" is of type {kind}, but" if kind in _UNREAD else ""
+            raise ValueError(f'part {index}{name} must be {{"type": "text", "text": ...}}: this model reads only text')
         if not isinstance(part["text"], str):
             raise ValueError("the text of a part must be a string")
         encodable(part["text"])
@@ -71,7 +76,7 @@ class ChatMessage(Strict):
                 {
                     "id": call.id,
                     "type": call.type,
-                    "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
+                    "function": {"name": call.function.name, "arguments": read_arguments(call.function.arguments)},
                 }
                 for call in self.tool_calls
             ]

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from shared.ingress.metadata import MAX_NAME_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
 from shared.ingress.openai_schema import (
     CHAT_NEUTRAL,
     COMPLETIONS_NEUTRAL,
@@ -47,7 +48,7 @@ MEANING: Mapping[str, str] = {
     "max_completion_tokens": "1 or more; must fit the context with the prompt",
     "max_tokens": "the same; without either, the rest of the context or your default",
     "messages": "roles system, developer, user, assistant, tool; content as text or text parts",
-    "metadata": "at most 16 pairs of strings; not kept",
+    "metadata": f"at most {MAX_PAIRS} pairs of strings of {MAX_NAME_CHARS} and {MAX_VALUE_CHARS} characters; not kept",
     "min_p": "0 to 1: share of the best token's probability below which a token is dropped",
     "min_tokens": "so many tokens come before an end-of-sequence token, a stop id or a stop string counts",
     "modalities": "this server makes text",
@@ -63,7 +64,7 @@ MEANING: Mapping[str, str] = {
     "prompt_cache_options": "cache scopes come from the tenant alone",
     "prompt_cache_retention": "retention comes from the tenant's record",
     "reasoning_effort": "models here have no levels of it",
-    "repetition_penalty": "above 0, at most 10: logits of tokens in prompt or output divided or multiplied by it",
+    "repetition_penalty": "0.000000001 to 10: logits of tokens in prompt or output divided or multiplied by it",
     "response_format": "text, json_object, json_schema",
     "safety_identifier": f"at most {MAX_IDENTIFIER_CHARS} characters; not kept",
     "seed": "64 bits, signed or not: the same seed gives the same text",

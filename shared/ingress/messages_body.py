@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
+from shared.ingress.call_arguments import read_arguments
 from shared.ingress.choice_output import Piece
 from shared.ingress.completion_body import Usage, call_id
-from shared.ingress.json_depth import too_deep
 from shared.tools.tool_stream import CallStart, Content
 
 Event = dict[str, Any]
-_decode = msgspec.json.decode
-MALFORMED = "malformed"
-"""A tool's input that is no JSON object is told as one with this field, whole."""
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 _ERRORS = {
@@ -126,21 +121,9 @@ class MessageWriter:
             return []
         kind = block["type"]
         told = {"type": "content_block_stop", "index": len(self._content)}
-        self._content.append({**block, "input": _input(text)} if kind == "tool_use" else {**block, kind: text})
+        self._content.append({**block, "input": read_arguments(text)} if kind == "tool_use" else {**block, kind: text})
         self._open = None
         return [told]
-
-
-def _input(text: str) -> dict[str, Any]:
-    # strict, as it stands in our own JSON: a model may write NaN, or half of a surrogate pair
-    data = text.encode("utf-8", "replace")
-    try:
-        found = _decode(data)
-        if too_deep(found, data):
-            raise RecursionError
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {MALFORMED: text}
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -19,15 +19,17 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 
 from shared.contracts.errors import InvalidInput
 from shared.ingress.chat_message import ChatMessage
+from shared.ingress.metadata import Metadata
 from shared.ingress.structure_schema import ResponseFormat, StructuredOutputs
 from shared.ingress.tool_schema import Strict, Tool, ToolChoice, check_tools, encodable
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
-MAX_METADATA = 16
 MAX_CHOICES = 128
 """Outputs of a request, over all its prompts."""
 MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY = 1e-9
+"""A logit divided by a smaller one may be no number any more."""
 MAX_BIASES = 1024
 MAX_STOP_IDS = 64
 MAX_IDENTIFIER_CHARS = 64
@@ -52,7 +54,7 @@ CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 COMPLETIONS_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
-    "suffix": (None,),
+    "suffix": (None, ""),
 }
 """The same for completions."""
 
@@ -148,12 +150,6 @@ def _or_zero(value: Any) -> Any:
     return 0 if value is None else value
 
 
-def _metadata(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"must hold at most {MAX_METADATA} pairs")
-    return value
-
-
 # what the fields take, for the API's description: their validators read more forms than the one that is kept
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 _StopForm = _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)] | None
@@ -166,7 +162,6 @@ _Text = Annotated[str, Field(min_length=1)]
 _Ids = Annotated[list[_TokenId], Field(min_length=1)]
 _Several = Field(min_length=1, max_length=MAX_CHOICES)
 _PromptForm = _Text | _Ids | Annotated[list[_Text], _Several] | Annotated[list[_Ids], _Several]
-_MetadataForm = Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None
 
 
 class StreamOptions(Strict):
@@ -195,7 +190,7 @@ class _Generation(Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_bias, json_schema_input_type=_BiasForm)] = ()
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=10)
     min_tokens: Annotated[_Count, BeforeValidator(_or_zero, json_schema_input_type=_Count | None)] = 0
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_stop_ids, json_schema_input_type=_StopIdsForm)] = ()
     include_stop_str_in_output: bool | None = None
@@ -205,7 +200,7 @@ class _Generation(Strict):
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None
     safety_identifier: Identifier | None = None
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata, json_schema_input_type=_MetadataForm)] = None
+    metadata: Metadata = None
 
     @property
     def output_limit(self) -> int | None:

@@ -22,6 +22,19 @@ from shared.ingress.openai_schema import (
 
 MAX_PARAM_CHARS = 100
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_COUNTED = re.compile(r" after validation, not \w+$")
+_WORDS = {
+    "extra_forbidden": "unknown parameter",
+    "missing": "is required",
+    "union_tag_not_found": "is required",
+    **dict.fromkeys(("dict_type", "model_attributes_type", "model_type"), "must be an object"),
+}
+"""What the library says of these in words of Python."""
+_CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "union_tag_not_found": "missing_required_parameter",
+}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -130,14 +143,28 @@ def validated(model: type[Model], fields: dict[str, Any], where: tuple[Any, ...]
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
-        fault = exc.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = param_name((*where, *fault["loc"]))
-    message = {
-        "extra_forbidden": "unknown parameter",
-        "missing": "is required",
-    }.get(fault["type"], fault["msg"].removeprefix("Value error, "))
-    code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(fault["type"], "")
-    raise InvalidInput(f"{param}: {message[:1].lower()}{message[1:]}", param=param, code=code)
+        fault = exc.errors(include_url=False, include_input=False)[0]
+    kind, context = fault["type"], fault.get("ctx", {})
+    path = _path(fault["loc"], fields, kind == "missing")
+    if kind.startswith("union_tag"):
+        path = (*path, context["discriminator"].strip("'"))
+    param = param_name((*where, *path))
+    message = _WORDS.get(kind, _COUNTED.sub("", fault["msg"]).removeprefix("Value error, "))
+    if kind == "union_tag_invalid":
+        message = f"must be one of {context['expected_tags']}"
+    raise InvalidInput(f"{param}: {message[:1].lower()}{message[1:]}", param=param, code=_CODES.get(kind, ""))
+
+
+def _path(loc: tuple[int | str, ...], fields: Any, missing: bool) -> tuple[int | str, ...]:
+    """A fault's place without the names of forms, which the library puts between a field and what is in it."""
+    path: list[int | str] = []
+    value = fields
+    for depth, part in enumerate(loc):
+        inside = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if inside or (missing and depth == len(loc) - 1):
+            path.append(part)
+            value = value[part] if inside else None
+    return tuple(path)
 
 
 def param_name(path: tuple[Any, ...]) -> str:

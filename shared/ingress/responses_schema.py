@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from shared.ingress.openai_schema import MAX_METADATA, Identifier
+from shared.ingress.metadata import Metadata
+from shared.ingress.openai_schema import Identifier
 from shared.ingress.structure_schema import JsonObjectFormat, NamedSchema, TextFormat
-from shared.ingress.tool_schema import MAX_TOOLS, Arguments, CallId, FunctionName, Strict, ToolSchema, encodable
+from shared.ingress.tool_schema import (
+    MAX_TOOLS,
+    Arguments,
+    CallId,
+    ChoiceWord,
+    FunctionName,
+    Strict,
+    ToolSchema,
+    encodable,
+    word_or_object,
+)
 
 MAX_ID_CHARS = 100
 
@@ -124,6 +135,9 @@ class ChosenFunction(Strict):
     name: FunctionName
 
 
+FunctionChoice = Annotated[ChoiceWord | Annotated[ChosenFunction, Tag("object")], Discriminator(word_or_object)]
+
+
 class SchemaFormat(NamedSchema):
     """JSON of a schema."""
 
@@ -164,7 +178,7 @@ class ResponsesRequest(Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     tools: Annotated[list[FunctionTool] | None, BeforeValidator(_no_more_tools)] = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -174,7 +188,7 @@ class ResponsesRequest(Strict):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata = None
     user: str | None = None
     safety_identifier: Identifier | None = None
     prompt_cache_key: Identifier | None = None

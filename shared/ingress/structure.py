@@ -16,6 +16,9 @@ from shared.ingress.tool_schema import ChosenTool, Tool
 from shared.tools.formats import THINK, ToolFormat
 from shared.tools.grammar import CallableTool, Thoughts, body_grammar, forced_calls, free_calls
 
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_SAYS_NO_MORE = frozenset({"$schema", "description", "properties", "required", "title", "type"})
+"""Keys of a schema that leave open what else an object may hold."""
 MAX_TOTAL = 512 * 1024
 """Most bytes of the grammars of a request's choices together: they cross the bus in one message."""
 
@@ -105,7 +108,7 @@ def _structure(request: ChatRequest, model: ModelForm, form: OutputForm, tools: 
     callable_tools = [
         CallableTool(
             tool.function.name,
-            tool.function.parameters if forced or tool.function.strict else None,
+            _arguments_of(tool) if forced or tool.function.strict else None,
             f"tools.{_index(request, tool)}.function.parameters",
         )
         for tool in tools
@@ -122,6 +125,16 @@ def _structure(request: ChatRequest, model: ModelForm, form: OutputForm, tools: 
     return Structure(
         form, source.lark_grammar(body_grammar(calls, thoughts, model.special) + rules, "tools"), "tools", schemas
     )
+
+
+def _arguments_of(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's arguments; a tool that names none has none, as OpenAI has it."""
+    schema = tool.function.parameters
+    if schema is None:
+        return _NO_ARGUMENTS
+    if schema.get("properties") == {} and schema.keys() <= _SAYS_NO_MORE and not schema.get("required"):
+        return {**schema, "additionalProperties": False}
+    return schema
 
 
 def _said_grammar(asked: _Asked, thoughts: Thoughts | None, special: Mapping[str, int]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
@@ -34,19 +33,14 @@ def _schema(value: Any) -> Any:
     return value
 
 
-def _arguments(text: str) -> str:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError("must be a string that holds a JSON object")
-    return encodable(text)
+def word_or_object(value: Any) -> str:
+    """The tag of the form that a choice has, which is a word unless it is an object."""
+    return "object" if isinstance(value, dict | BaseModel) else "word"
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)]
-Arguments = Annotated[str, AfterValidator(_arguments)]
+Arguments = Annotated[str, AfterValidator(encodable)]
 ToolSchema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]
 
 
@@ -79,7 +73,8 @@ class ChosenTool(Strict):
     function: ChosenFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+ChoiceWord = Annotated[Literal["none", "auto", "required"], Tag("word")]
+ToolChoice = Annotated[ChoiceWord | Annotated[ChosenTool, Tag("object")], Discriminator(word_or_object)]
 
 
 def _without(*names: str) -> Any:

@@ -126,7 +126,7 @@ async def test_op21_roles_that_work(messages: list[Any]) -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.1.content"),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages.1.content"),
         (
-            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": "no JSON"}}]},
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]},
             "messages.1.tool_calls.0.function.arguments",
         ),
         ({"role": "function", "content": "x", "name": "f"}, "messages.1.name"),

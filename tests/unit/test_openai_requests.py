@@ -113,7 +113,7 @@ def test_values_that_ask_for_nothing_are_accepted(neutral: dict[str, Any]) -> No
         ("timings", 1),
         ("top_logprobs", 3),
         ("tools", "f"),
-        ("response_format", {"type": "xml"}),
+        ("response_format", "xml"),
         ("store", True),
         ("temperature", -0.1),
         ("temperature", 2.1),

@@ -205,7 +205,7 @@ def test_a_model_that_calls_no_tools_says_so() -> None:
     ("fields", "param"),
     [
         ({"response_format": {"type": "yaml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
@@ -255,3 +255,34 @@ def test_tools_are_told_to_a_model_whose_template_knows_none() -> None:
     assert told[3]["content"] == "<tool_response>\nsun\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
     assert tell_tools([USER], [F])[0]["role"] == "system"
     assert tell_tools([USER], None) == [USER]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "empty"),
+    [
+        (None, True),
+        ({"type": "object", "properties": {}}, True),
+        (
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "title": "t",
+                "type": "object",
+                "properties": {},
+                "required": [],
+            },
+            True,
+        ),
+        ({"type": "object"}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, False),
+        ({"type": "object", "properties": {}, "required": ["a"]}, False),
+        ({"properties": {}, "patternProperties": {"^a$": {"type": "integer"}}}, False),
+    ],
+)
+def test_a_forced_tool_that_takes_nothing_gets_nothing(parameters: dict[str, Any] | None, empty: bool) -> None:
+    function = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
+    structure = structure_of(
+        chat(tools=[{"type": "function", "function": function}], tool_choice="required"), form_of(TOKENIZER), ""
+    )
+    assert lets(structure, written(HERMES, ("f", {"a": 1}))) is not empty
+    if "required" not in (parameters or {}) or empty:
+        assert lets(structure, written(HERMES, ("f", {})))
