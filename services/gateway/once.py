@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.gateway import keyed_run
 from services.gateway.event_log import EventLog, Place, parse_place
-from services.gateway.keyed_run import Begun, KeyedRun, Write
+from services.gateway.keyed_run import LATE_TRIES, Begun, KeyedRun, Write
+from shared.bus.bus import NO_RESPONDERS
 from shared.contracts import idempotency_messages as i
 from shared.contracts.errors import BatonError, Internal, InvalidInput, OtherBody, Unavailable
 from shared.contracts.ids import IngressId, RequestId, TenantId
@@ -27,6 +29,8 @@ from shared.ingress.ingress import SHUTTING_DOWN
 log = logging.getLogger("baton.gateway")
 
 MAX_KEY_CHARS = 255
+MOST_PAUSES = 4
+"""While policy does not answer, every key in use asks it less and less often, down to once in so many pauses."""
 POLL_S = 0.3
 """A request that another gateway runs is looked at so often."""
 
@@ -76,6 +80,14 @@ def _canonical(body: bytes) -> bytes:
     with suppress(msgspec.DecodeError, RecursionError):
         return msgspec.json.encode(msgspec.json.decode(body), order="deterministic")
     return body
+
+
+class _Unanswered(Exception):
+    """A claim that policy may have heard."""
+
+    def __init__(self, error: Unavailable) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Entry:
@@ -187,6 +199,10 @@ class Once:
     async def _work(self, name: tuple[TenantId, bytes], entry: Entry, key: Key, begin: Begin) -> None:
         try:
             await self._drive(entry, key, begin)
+        except _Unanswered as unanswered:
+            entry.fail(unanswered.error)
+            # whoever comes meanwhile is told the same
+            await self._give_back(key)
         except BatonError as error:
             entry.fail(error)
         except Exception:
@@ -198,7 +214,7 @@ class Once:
     async def _drive(self, entry: Entry, key: Key, begin: Begin) -> None:
         leaving = asyncio.create_task(self._unread(entry))
         try:
-            state = await self._ask(self._question(key))
+            state = await self._claim(key)
             while state.outcome != i.YOURS:
                 if self._read(entry, state) or leaving.done():
                     return
@@ -209,6 +225,33 @@ class Once:
             await self._run(entry, run, begin, leaving)
         finally:
             leaving.cancel()
+
+    async def _claim(self, key: Key) -> i.IdempotencyState:
+        try:
+            return await self._ask(self._question(key))
+        except Unavailable as exc:
+            if exc.code in (SHUTTING_DOWN, NO_RESPONDERS):
+                raise
+            raise _Unanswered(exc) from exc
+
+    async def _give_back(self, key: Key) -> None:
+        """A claim was not answered: if it made the record ours, nobody else would get it as long as we live."""
+        question = msgspec.structs.replace(self._question(key), resume=True)
+        for tried in range(LATE_TRIES):
+            await asyncio.sleep(keyed_run.LATE_PAUSE_S * min(2**tried, MOST_PAUSES))
+            try:
+                state = await self._ask(question)
+            except Unavailable as exc:
+                if exc.code == SHUTTING_DOWN:
+                    return
+            except BatonError:
+                return  # there is none, or it is not ours
+            else:
+                if state.outcome == i.YOURS:
+                    run = self._make_run(self._write, key.tenant, self._ingress, state)
+                    await run.release()
+                    await run.kept()
+                return
 
     async def _run(self, entry: Entry, run: KeyedRun, begin: Begin, leaving: asyncio.Task[None]) -> None:
         try:

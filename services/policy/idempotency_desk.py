@@ -64,7 +64,7 @@ class IdempotencyDesk:
             if isinstance(ask, i.IdempotencyWrite):
                 async with self._turns:
                     return await self._kept.write(ask)
-            return await self._claim(ask)
+            return await self._claim(ask, delivery)
         except Unavailable:
             raise
         except BatonError as error:
@@ -74,8 +74,10 @@ class IdempotencyDesk:
         """Ask every ingress that fell silent whether it is there."""
         await asyncio.gather(*(self._is_there(ingress) for ingress in self._watch.quiet(self._clock())))
 
-    async def _claim(self, ask: i.IdempotencyClaim) -> i.IdempotencyState:
+    async def _claim(self, ask: i.IdempotencyClaim, delivery: Delivery) -> i.IdempotencyState:
         async with self._turns:
+            if delivery.remaining_s() <= 0:  # its asker has claimed again, or given up
+                raise Unavailable(f"{delivery.subject}: budget spent", param=delivery.subject)
             key = check_key(ask.key_hash, await self._records.key(ask.key_hash))
             found = await self._kept.claim(key.tenant, ask)
         if found.state.outcome != i.RUNNING or not await self._lost(found.owner):

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from services.gateway.keyed_run import EPOCHS_A_RUN
+from shared.contracts import idempotency_messages as i
 from shared.contracts.errors import Overloaded, QuotaExceeded, Unavailable
 from shared.contracts.ids import TenantId
 from shared.store.redis_store import RedisStore, connect_redis
@@ -249,6 +250,25 @@ async def test_without_policy_a_new_key_is_503_and_a_running_stream_ends_well(re
         await _finished(world)
         assert events(await gateway.post("completions", STREAM, "k")) == found
         assert len(world.backend.submits) == 1
+
+
+async def test_a_claim_whose_answer_was_lost_does_not_keep_the_key(redis: RedisStore) -> None:
+    async with keyed_world(redis) as world:
+        first, second = world.gateways
+        once, lost = first.door.keyed.once, [True]
+        ask = once._ask
+
+        async def losing(claim: i.IdempotencyClaim) -> i.IdempotencyState:
+            state = await ask(claim)
+            if lost:
+                lost.clear()
+                raise Unavailable("no answer came in time")
+            return state
+
+        once._ask = losing
+        assert (await first.post("completions", BODY, "k")).status_code == 503
+        assert (await second.post("completions", BODY, "k")).json()["choices"][0]["text"] == TEXT
+        await world.settled(1)
 
 
 async def test_what_redis_lost_is_written_again(redis: RedisStore) -> None:

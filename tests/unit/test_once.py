@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from services.gateway import keyed_run
 from services.gateway.event_log import EventLog, make_parts
 from services.gateway.keyed_run import Begun, KeyedRun
 from services.gateway.once import Entry, Key, Once
+from shared.bus.bus import NO_RESPONDERS
 from shared.contracts import idempotency_messages as i
+from shared.contracts.errors import Unavailable
 from shared.contracts.ids import IngressId, RequestId, TenantId
+from shared.ingress.ingress import SHUTTING_DOWN
 
 KEY = Key(TenantId("acme"), b"hash", b"name", b"body")
 WAIT_S = 30.0
@@ -74,3 +80,48 @@ async def test_who_comes_as_an_unread_entry_is_given_up_gets_the_answer() -> Non
         await _until(second)
         second.detach()
     assert second.log.events == [b"{}"]
+
+
+class _Lossy:
+    """Policy, whose answers to the first claims are lost."""
+
+    def __init__(self, lost: int) -> None:
+        self.lost = lost
+        self.claims: list[i.IdempotencyClaim] = []
+        self.written: list[tuple[int, str]] = []
+
+    async def ask(self, claim: i.IdempotencyClaim) -> i.IdempotencyState:
+        self.claims.append(claim)
+        if len(self.claims) <= self.lost:
+            raise Unavailable("no answer in time")
+        run = len(self.claims)
+        return i.IdempotencyState(request_id=RequestId("req-1"), outcome=i.YOURS, run=run, seed=0, created_s=0)
+
+    async def write(self, write: i.IdempotencyWrite) -> i.IdempotencyWritten:
+        self.written.append((write.run, write.state))
+        return i.IdempotencyWritten(held=True)
+
+
+async def test_a_claim_whose_answer_was_lost_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_run, "LATE_PAUSE_S", 0.02)
+    policy = _Lossy(lost=3)
+    once = Once(policy.ask, policy.write, IngressId("gw-1"), linger_s=0.05)
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(2):  # who comes again meanwhile claims nothing that would be given back then
+            with pytest.raises(Unavailable):
+                await once.enter(KEY, _begin)
+        while once.entries:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+    assert [claim.resume for claim in policy.claims] == [False, True, True, True]
+    assert policy.written == [(4, i.OPEN)]
+
+
+@pytest.mark.parametrize("code", [SHUTTING_DOWN, NO_RESPONDERS])
+async def test_a_claim_that_nobody_heard_needs_no_giving_back(code: str) -> None:
+    async def ask(claim: i.IdempotencyClaim) -> i.IdempotencyState:
+        raise Unavailable("nobody", code=code)
+
+    once = Once(ask, _write, IngressId("gw-1"), linger_s=0.05)
+    with pytest.raises(Unavailable):
+        await once.enter(KEY, _begin)
+    assert once.entries == 0
