@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import UnknownKernels, choose
-from kernels.linear.quantize import GPU_QUANTS
+from kernels.linear.quantize import GPU_QUANTS, NONE
 from loadtest.machine import this_machine
 from shared.contracts.errors import BatonError, Internal, SettingsError
 from shared.contracts.ids import WorkerId
@@ -35,7 +35,7 @@ from shared.engine.numerics import numerics_id
 from shared.engine.step_plan import ScheduledSequence, StepPlan
 from shared.kv.layout import FLOAT16, KV_SETTINGS, PoolLayout
 from shared.kv.pool import Pool, create_pool
-from shared.model.config import layer_groups, load_config
+from shared.model.config import layer_groups, load_config, packed_as
 from shared.model.decoder import Model, configuration_of, load_decoder
 from shared.model.digest import model_digest
 from shared.model.family import LLAMA
@@ -212,7 +212,24 @@ def measure(folder: Path, wanted: Sequence[Configuration], threads: int) -> list
     ]
 
 
+def of_checkpoint(folder: Path, wanted: Sequence[Configuration]) -> Sequence[Configuration]:
+    """Configurations as they are of a checkpoint: integers that it holds stay, whatever else could be made of others.
+
+    torch computes from the values of such integers: its float32 is what they are measured against.
+
+    Raises:
+        SettingsError: one asks for other integers, and none is left.
+    """
+    if not (own := packed_as(folder)):
+        return wanted
+    found = [one if one.kernels == "torch" else replace(one, quant=own) for one in wanted if one.quant == NONE.name]
+    if not found:
+        raise SettingsError(f"the weights of {folder} are {own} and stay so", param="--quant")
+    return found
+
+
 def _load(folder: Path, wanted: Configuration, threads: int) -> Model | DeviceDecoder:
+    setting = NONE.name if wanted.quant == packed_as(folder) else wanted.quant
     if wanted.kernels == ON_GPU:
         try:
             choose(ON_GPU)
@@ -220,8 +237,8 @@ def _load(folder: Path, wanted: Configuration, threads: int) -> Model | DeviceDe
             raise SettingsError(str(exc), param="--kernels") from exc
         from loadtest.quality_device import load_on_device
 
-        return load_on_device(folder, wanted)
-    model = load_decoder(folder, wanted.dtype, wanted.kernels, threads=threads, quant=wanted.quant)
+        return load_on_device(folder, replace(wanted, quant=setting))
+    model = load_decoder(folder, wanted.dtype, wanted.kernels, threads=threads, quant=setting)
     if configuration_of(model) != replace(wanted, kv=SAME):
         raise SettingsError(f"kernels {wanted.kernels!r} cannot be had here", param="--kernels")
     return model
@@ -273,7 +290,7 @@ def main(argv: Sequence[str]) -> int:
         kv = KV_SETTINGS.get(options.kv, options.kv)
         one = Configuration(options.kernels, options.dtype, options.quant, kv)
         all_of_them = _all_on_gpu() if options.kernels == ON_GPU else ALL
-        wanted = all_of_them if options.all else (one,)
+        wanted = of_checkpoint(folder, all_of_them if options.all else (one,))
         keep = SHIPPED if options.ship else own_results(cache_dir(os.environ))
         records = measure(folder, wanted, threads)
         for record in records:

@@ -5,16 +5,14 @@ The library's loops do not depend on sizes, so widths that only cost time are cu
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from kernels.linear.quantize import NONE, Quant
+from kernels.linear.quantize import NONE, Int4Weight, Matrix, Quant, to_int4, to_int8
 from kernels.native.arena import Arena
 from kernels.native.library import NativeLibrary, Team
 from kernels.native.model import GroupPlan, NativeLayer, NativeModel, Shape
-from kernels.native.packed import PackedLinear, pack_linear, packed_bytes
+from kernels.native.packed import PackedLinear, pack_linear
 from kernels.tile_layouts import LANES16
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.kv.pool import pool_views
@@ -51,9 +49,7 @@ class NativeCheck:
             eps=config.rms_norm_eps,
             scale=config.scale,
         )
-        self._dtype, self._kv_dtype = dtype, kv_dtype
-        # random floats, which nothing keeps as integers yet
-        self._quant, self._head = replace(quant, as_kept=False, in_steps=False), quant.head
+        self._dtype, self._quant, self._kv_dtype = dtype, quant, kv_dtype
         self._generator = torch.Generator().manual_seed(0)
         self._rotary = rope_table(config.rope, config.head_dim, max(_SEQ_LEN, config.max_positions), dtype)
         shape, size = self._shape, config.head_dim
@@ -79,14 +75,14 @@ class NativeCheck:
 
     def _make(self, library: NativeLibrary, q: int, kv: int) -> list[NativeModel]:
         shape = self._shape
-        quant, head = self._quant, self._head
+        quant, head = self._quant, self._quant.head
         teams = [Team(library, threads) for threads in (1, 2)]
 
         def packed(*parts: tuple[int, int], gated: bool = False, quant: Quant = quant) -> PackedLinear:
-            out = sum(part[0] for part in parts)
-            arena = Arena(packed_bytes(out, parts[0][1], self._dtype, gated, quant=quant))
-            weights = [self._random(*part) / part[1] ** 0.5 for part in parts]
-            return pack_linear(teams[0], arena, weights, [], self._dtype, gated, quant)
+            weights = self._weights(parts, quant)
+            plan = Arena.plan()
+            pack_linear(teams[0], plan, weights, [], self._dtype, gated, quant)
+            return pack_linear(teams[0], Arena(plan.used), weights, [], self._dtype, gated, quant)
 
         norm = torch.ones(shape.hidden)
         inner, outer = (shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
@@ -94,6 +90,23 @@ class NativeCheck:
         layer = NativeLayer(norm, norm, qkv, o, packed(inner, inner, gated=True), down, 0, 0)
         embedding, last = self._random(shape.vocab, shape.hidden), packed((shape.vocab, shape.hidden), quant=head)
         return [NativeModel(team, self._dtype, shape, embedding, self._rotary, [layer], norm, last) for team in teams]
+
+    def _weights(self, parts: tuple[tuple[int, int], ...], quant: Quant) -> list[Matrix]:
+        """Floats, or what a checkpoint of such integers would hold, in an order of its own where it can have one."""
+        inputs = parts[0][1]
+        order = torch.randperm(inputs, generator=self._generator)
+        made: list[Matrix] = []
+        for out, _ in parts:
+            weight = self._random(out, inputs) / inputs**0.5
+            if not quant.as_kept:
+                made.append(weight)
+            elif quant.bits == 8:
+                made.append(to_int8(weight))
+            else:
+                four = to_int4(weight, quant.group)
+                zeros = torch.full_like(four.minima, -8.0)
+                made.append(Int4Weight(four.integers, four.scales, zeros, quant.group, quant.in_steps, order))
+        return made
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator)

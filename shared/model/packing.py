@@ -129,7 +129,7 @@ def parse_packing(fields: Fields) -> Packing | None:
 
 def _gptq(fields: Fields) -> Packing:
     raw = fields.raw
-    written = raw.get("checkpoint_format") or "gptq"
+    written = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     if written not in ("gptq", "gptq_v2"):
         raise fields.error("checkpoint_format", f"{written!r} is not supported, only gptq and gptq_v2")
     if raw.get("is_marlin_format"):
@@ -142,7 +142,7 @@ def _gptq(fields: Fields) -> Packing:
 
 def _awq(fields: Fields) -> Packing:
     raw = fields.raw
-    version = raw.get("version", "gemm")
+    version = raw.get("version") or raw.get("checkpoint_format") or raw.get("format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise fields.error("version", f"{version!r} is not supported, only gemm")
     if raw.get("zero_point", True) is not True:

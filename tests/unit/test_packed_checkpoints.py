@@ -12,11 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.linear.quantize import Int4Weight, Int8Weight
+from loadtest import quality
 from shared.contracts.errors import SettingsError
-from shared.model.config import load_config
+from shared.engine.numerics import numerics_id
+from shared.engine.self_check import run_self_check
+from shared.model.config import load_config, packed_as
 from shared.model.decoder import configuration_of, load_decoder
+from shared.model.digest import model_digest
+from shared.model.pack_cache import PackCache
 from shared.model.packing import Packing
-from shared.model.quality_gate import Configuration
+from shared.model.quality_gate import (
+    AUTO,
+    Configuration,
+    SetFigures,
+    keep_record,
+    open_gate,
+    own_results,
+)
 from shared.model.unpack import unpacked
 from shared.model.weights import Weights
 from tests.native import require_native
@@ -144,7 +156,8 @@ def test_a_zero_of_nought_is_stored_with_a_borrow() -> None:
     ],
 )
 def test_what_is_not_read_is_refused_by_field(gptq: Path, changes: dict[str, Any], field: str, words: str) -> None:
-    change_config(gptq, quantization_config=configuration(Form()) | changes)
+    told = configuration(Form("awq" if changes.get("quant_method") == "awq" else "gptq"))
+    change_config(gptq, quantization_config=told | changes)
     with pytest.raises(SettingsError, match=words) as error:
         load_config(gptq)
     assert error.value.param == f"quantization_config.{field}"
@@ -258,3 +271,43 @@ def change_tensors(folder: Path, changes: dict[str, Any]) -> None:
     tensors = load_file(folder / "model.safetensors") | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("form", [Form(), Form(bits=8, group=-1, sym=True)], ids=["4", "8"])
+def test_the_check_at_start_is_of_such_integers(plain: Path, tmp_path: Path, form: Form) -> None:
+    require_native()
+    packed, _, _ = written(plain, tmp_path, form)
+    model = load_decoder(packed, "bfloat16", "native", threads=1)
+    assert run_self_check(model.config, model.dtype, model.kernels, model.quant).exact
+    assert f"-bfloat16-{packed_as(packed)}." in numerics_id("bfloat16", model.kernels, model.quant)
+
+
+def test_quality_is_measured_and_decides_the_dtype(gptq: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_native()
+    monkeypatch.setattr(quality, "load_sets", lambda _: {"code": list(range(60))})
+    wanted = quality.of_checkpoint(
+        gptq, [Configuration("native", "bfloat16"), Configuration("native", "float32", "int8")]
+    )
+    assert wanted == [Configuration("native", "bfloat16", "gptq-int4-g32")]
+    (record,) = quality.measure(gptq, wanted, 1)
+    assert (record.configuration, record.model) == (wanted[0], model_digest(gptq))
+    monkeypatch.setattr("shared.model.decoder.open_gate", lambda _: open_gate(tmp_path))
+    assert load_decoder(gptq, AUTO, "native", threads=1).dtype == torch.float32
+    passed = {"code": SetFigures(60, 0.001, 1.0)}
+    keep_record(own_results(tmp_path), replace(record, sets=passed))
+    assert load_decoder(gptq, AUTO, "native", threads=1).dtype == torch.bfloat16
+    with pytest.raises(SettingsError, match="are gptq-int4-g32 and stay so"):
+        quality.of_checkpoint(gptq, [Configuration("native", "bfloat16", "int8")])
+
+
+def test_packed_weights_are_kept_and_found_again(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_native()
+    gptq, _, _ = written(plain, tmp_path, Form(act_order=True))
+    token_ids = random_tokens(8, 320, seed=1)
+    packs = PackCache(tmp_path / "packed", least_bytes=0)
+    monkeypatch.setattr("shared.model.decoder.PackCache", lambda _: packs)
+    first = our_logits(load_decoder(gptq, "float32", "native", threads=1), "float32", token_ids, tmp_path)
+    assert len(list(packs.folder.glob("*.pack"))) == 1
+    monkeypatch.setattr("shared.model.weights.unpacked", None)  # nothing is read of the checkpoint again
+    again = our_logits(load_decoder(gptq, "float32", "native", threads=1), "float32", token_ids, tmp_path)
+    assert torch.equal(first, again)
