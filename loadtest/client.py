@@ -25,7 +25,7 @@ class Outcome:
     id: str = ""
     sent_s: float = 0.0  # since the start of the load
     first_s: float | None = None  # to the first piece of text
-    gaps_s: list[float] = field(default_factory=list)  # between pieces; a piece is a token, but for broken characters
+    gaps_s: list[float] = field(default_factory=list)  # between pieces, which are a token or several each
     total_s: float = 0.0
     tokens: int = 0
     text_digest: str = ""

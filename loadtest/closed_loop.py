@@ -60,7 +60,8 @@ class Driver(Protocol):
 
 @dataclass(slots=True)
 class LoopResult:
-    """What came of a loop. Times in seconds; a gap is between two arrivals of one request's tokens.
+    """What came of a loop. Times in seconds; a gap is between two arrivals of one request's
+    tokens, one or several together.
 
     Attributes:
         prefill_s: from the start to the first token of the last request to have one.

@@ -192,6 +192,8 @@ class HttpServer:
 class BatonStack:
     """The whole stack, through its gateway."""
 
+    TOLD: Mapping[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
     def __init__(self, settings: Mapping[str, object], build: str) -> None:
         self._settings, self.build = settings, build
         self._stack = ExitStack()
@@ -207,7 +209,7 @@ class BatonStack:
         return [self._pid] if self._pid else []
 
     def run(self, jobs: Sequence[Job], concurrency: int) -> dict[str, Any]:
-        return run_http(self._url, jobs, concurrency, self._model, {}, self._key).body()
+        return run_http(self._url, jobs, concurrency, self._model, self.TOLD, self._key).body()
 
     def stop(self) -> None:
         self._stack.close()

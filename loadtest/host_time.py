@@ -52,7 +52,7 @@ class Sample:
     tokens: int
     seconds: float
     foreign_cores: float
-    itl_s: tuple[float, ...]  # gaps between tokens
+    itl_s: tuple[float, ...]  # gaps between pieces of text
     host_s: Mapping[str, float]  # by process
     kernel_s: float
 

@@ -28,7 +28,8 @@ def run_http(
     """Run all jobs, `concurrency` at once, each streamed.
 
     Args:
-        more: fields that only this server knows, such as `ignore_eos`.
+        more: fields that only this server knows, such as `ignore_eos`. Where `stream_options` ask for the usage in
+            every chunk, a chunk counts as so many tokens as it says; otherwise as one, and the rest in the end.
         whole: answers are as long as asked; otherwise they may end by themselves.
 
     Raises:
@@ -67,22 +68,22 @@ async def _stream(
     body = {"prompt": list(job.prompt), "max_tokens": job.max_tokens, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}} | dict(common)
     arrivals.submitted(number, time.perf_counter())
-    pieces, total = 0, None
+    seen, total = 0, None  # tokens
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             said = (await response.aread()).decode(errors="replace")[:300]
             raise Unavailable(f"{response.request.url}: HTTP {response.status_code}: {said}")
         async for line in response.aiter_lines():
             text, told = read_event(line)
-            if text and pieces < job.max_tokens:
-                pieces += 1
-                arrivals.came(number, 1, time.perf_counter())
             total = told if told is not None else total
+            if text and (new := min(job.max_tokens, seen + 1 if told is None else told) - seen) > 0:
+                seen += new
+                arrivals.came(number, new, time.perf_counter())
     if total is None:
         raise Unavailable(f"{client.base_url}: an answer ended without its usage")
-    # a token without text of its own, such as half a character, came with the next one's
-    if pieces < total:
-        arrivals.came(number, total - pieces, time.perf_counter())
+    # those without text of their own, such as half a character, and those that came together and were not told apart
+    if seen < total:
+        arrivals.came(number, total - seen, time.perf_counter())
     arrivals.ended(number)
 
 

@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from services.decode import reserving
 from services.decode.handoff_in import HandoffIn
 from services.decode.held import Choice, Held
+from services.decode.pace import Pace
 from services.decode.reservation import ReservationTable
+from services.decode.step_news import Drawn, StepNews, Updated
 from services.decode.stream_outbox import StreamOutbox
 from shared.bus.bus import Delivery
 from shared.contracts import subjects
@@ -24,7 +26,6 @@ from shared.contracts.parts import Totals, sum_totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
 from shared.engine.sequence_update import ERROR, PREEMPTED, REVOKED, SequenceUpdate
-from shared.engine.step_plan import StepPlan
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
@@ -46,6 +47,8 @@ class Book:
         self.held: dict[RequestId, Held] = {}
         self._by_seq: dict[str, tuple[Held, int]] = {}
         self._numbers = itertools.count(1)
+        self.pace = Pace(shell.core.options.publish_interval_s)
+        self.news = StepNews(self.pace, lambda: shell.hop(self.send_news), self._has_begun, shell.clock)
         self._generated = 0  # tokens; told when somebody asks, as each step changes it
         shell.metrics.before_scrape(lambda: shell.metrics.total(names.GENERATION_TOKENS, self._generated))
 
@@ -81,10 +84,23 @@ class Book:
         self.outbox.open(held.attempt, message.ingress_id, len(choices), len(held.committed))
         return held
 
-    def take_updates(self, updates: list[SequenceUpdate]) -> None:
-        """What one step changed: tokens into frames, full blocks to the tagger, ends into finals."""
-        now, changed = self.shell.clock(), False
-        for update in updates:
+    def send_news(self) -> None:
+        """Take what the engine has told, and send what is owed to the ingresses."""
+        self.take_news()
+        self.send_frames()
+
+    def take_news(self) -> None:
+        """Take what the engine has told: whoever ends a sequence needs all that came of it."""
+        for told in self.news.take():
+            if isinstance(told, Drawn):
+                self._take_drawn(told)
+            else:
+                self._take_updates(told)
+
+    def _take_updates(self, told: Updated) -> None:
+        """What one step changed: tokens to the outbox, full blocks to the tagger, ends into finals."""
+        changed = False
+        for update in told.updates:
             entry = self._by_seq.get(update.seq_id)
             if entry is None:
                 continue
@@ -104,7 +120,7 @@ class Book:
                     # a prompt counts once: not again where a request goes on after a loss
                     self.shell.metrics.inc(names.PROMPT_TOKENS, held.reserve.num_prompt_tokens)
                 self._generated += len(token_ids)
-                choice.saw(len(token_ids), now)
+                choice.saw(len(token_ids), told.at)
                 logprobs = held.packed(number, update.logprobs) if update.logprobs else b""
                 self.outbox.tokens(held.attempt, number, token_ids, logprobs)
             if any(update.completed):
@@ -112,24 +128,24 @@ class Book:
             if update.finish:
                 changed = True
                 self.finish(held, number, update)
-        self.send(self.outbox.frames(now))
         if changed:
             self.shell.changed()
 
-    def take_drawn(self, plan: StepPlan, drawn: Sequence[int]) -> None:
-        """What a step of a stretch drew: into frames; all else that it changed comes with the stretch's update."""
-        now = self.shell.clock()
-        for row, token in zip(plan.sequences, drawn, strict=True):
+    def _take_drawn(self, told: Drawn) -> None:
+        for row, token in zip(told.plan.sequences, told.token_ids, strict=True):
             entry = self._by_seq.get(row.seq_id)
             if entry is None:
                 continue
             held, number = entry
             choice = held.choices[number]
             choice.ahead += 1
-            choice.saw(1, now)
+            choice.saw(1, told.at)
             self._generated += 1
             self.outbox.tokens(held.attempt, number, (token,))
-        self.send(self.outbox.frames(now))
+
+    def _has_begun(self, seq_id: str) -> bool:
+        entry = self._by_seq.get(seq_id)
+        return entry is None or entry[0].choices[entry[1]].timings.count > 0
 
     def _moved(self, held: Held, choice: Choice, event: str) -> None:
         """A choice's blocks were taken, or it has blocks again."""
@@ -200,6 +216,7 @@ class Book:
         running = [i for i, c in enumerate(held.choices) if not c.ended]
         seq_ids = [held.choices[i].seq_id for i in running]
         totals = await self.shell.call(lambda batcher: [batcher.cancel(seq_id) for seq_id in seq_ids])
+        self.take_news()
         for i, total in zip(running, totals, strict=True):
             account = held.account(held.choices[i], total or Totals())
             self.outbox.finish(held.attempt, i, ERROR, account, to_wire(error))
@@ -224,7 +241,10 @@ class Book:
         self.shell.changed()
 
     def send_frames(self) -> None:
-        self.send(self.outbox.frames(self.shell.clock()))
+        now = self.shell.clock()
+        if frames := self.outbox.frames(now):
+            self.pace.published(now)
+            self.send(frames)
 
     def send(self, frames: Iterable[tuple[IngressId, StreamFrame]]) -> None:
         for ingress, frame in frames:

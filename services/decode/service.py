@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 from services.decode import reserving
 from services.decode.book import Book
@@ -86,7 +85,7 @@ class DecodeWorker:
         for verb, (message_type, handler) in handlers.items():
             self._subscriptions.append(await bus.serve(subjects.decode(worker, verb), message_type, handler))
         await self.shell.start(self)
-        self.shell.core.engine.on_drawn = partial(self.shell.hop, self.book.take_drawn)
+        self.shell.core.engine.on_drawn = self.book.news.drawn
 
     async def stop(self, limit_s: float) -> None:
         """Stop in the order `worker_shell` gives reasons for."""
@@ -151,6 +150,7 @@ class DecodeWorker:
             return _refused(Conflict("this attempt is being reserved", code="already_starting"))
         known = self.book.held.get(message.attempt.request_id)
         if known is not None and self._is_live(message):
+            self.book.take_news()
             if self._goes_on(known, message):
                 return self._restamp(known, message, delivery)
             await self.book.end(known, "replaced")
@@ -252,6 +252,7 @@ class DecodeWorker:
         totals = None
         if not choice.ended:
             totals = await self.shell.call(lambda batcher: batcher.finish(choice.seq_id, message.num_tokens))
+            self.book.take_news()
         if totals is not None:
             totals = held.account(choice, totals)
         elif (ended := self.book.outbox.finished(held.attempt, message.choice)) is not None:
@@ -335,6 +336,8 @@ class DecodeWorker:
 
     def tick(self, now: float) -> None:
         """See `Role.tick`: leases, finals to resend, the listing of each second."""
+        if self.book.news.is_late:
+            self.book.send_news()
         self._apply(self.book.table.tick(now))
         self.book.send(self.book.outbox.resends(now))
         if now - self._listed_at >= LISTING_S:
@@ -345,7 +348,7 @@ class DecodeWorker:
 
     def take_updates(self, updates: list[SequenceUpdate]) -> None:
         """See `Role.take_updates`."""
-        self.book.take_updates(updates)
+        self.book.news.updated(updates)
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

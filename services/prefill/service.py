@@ -243,7 +243,11 @@ class PrefillWorker:
         self._apply(self.table.tick(now))
 
     def take_updates(self, updates: list[SequenceUpdate]) -> None:
-        """See `Role.take_updates`: finished blocks are named, full ones tagged."""
+        """See `Role.take_updates`."""
+        self.shell.hop(self._take_updates, updates)
+
+    def _take_updates(self, updates: list[SequenceUpdate]) -> None:
+        """Finished blocks are named, full ones tagged."""
         for update in updates:
             run = self._by_seq.get(update.seq_id)
             if run is None or run.source.freed:

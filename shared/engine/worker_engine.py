@@ -61,6 +61,7 @@ class WorkerOptions:
     token_budget: int = 512  # most tokens in a step
     lone_token_budget: int = 0  # most tokens in a step in which nothing decodes, if larger; not on a GPU
     itl_target: ItlTarget = NO_TARGET  # how long a step may take while sequences decode
+    publish_interval_s: float = 0.0  # how far apart a stream's pieces may be made, by gathering tokens; 0: none waits
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     max_num_seqs: int = 32
     depth: int = 1

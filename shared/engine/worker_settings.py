@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from shared.engine.cores import usable_cores
 from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 from shared.engine.worker_engine import WorkerOptions
 from shared.model.fetch import cache_dir, default_model_dir
-from shared.settings.sections import Settings
+from shared.settings.sections import EngineSettings, Settings
 
 GPU_SHARE = 0.9
 """Of a GPU's memory, for all workers together, when nobody decided."""
@@ -47,6 +48,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         token_budget=budget,
         lone_token_budget=engine.prefill_token_budget,
         itl_target=itl_target(engine.itl_target_ms) if role == "decode" else NO_TARGET,
+        publish_interval_s=publish_interval_s(engine),
         chunk_size=engine.chunk_size,
         max_num_seqs=engine.max_sequences,
         depth=engine.depth,
@@ -69,3 +71,9 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
 def itl_target(milliseconds: float | Literal["auto"]) -> ItlTarget:
     """What `engine.itl_target_ms` asks for."""
     return AUTO_TARGET if milliseconds == "auto" else ItlTarget(least_s=milliseconds / 1000)
+
+
+def publish_interval_s(engine: EngineSettings) -> float:
+    """How long a worker gathers tokens, seconds: no longer than a step may take while tokens stream."""
+    target = itl_target(engine.itl_target_ms).least_s
+    return min(engine.publish_interval_ms / 1000, target or math.inf)

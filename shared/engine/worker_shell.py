@@ -65,7 +65,7 @@ class Role(Protocol):
         """Every attempt held, queued ones too, with its computed tokens."""
 
     def take_updates(self, updates: list[SequenceUpdate]) -> None:
-        """What one step changed."""
+        """What one step changed. On the planner thread: hands over and returns."""
 
     def peer_beat(self, beat: WorkerBeat, progress: Mapping[Attempt, AttemptProgress], now: float) -> None:
         """Another worker's beat."""
@@ -133,7 +133,7 @@ class WorkerShell:
     async def start(self, role: Role) -> None:
         """Listen, then beat: once others see the beat, they may send."""
         self._role = role
-        self.core.on_updates = self._hop
+        self.core.on_updates = role.take_updates
         expose_engine(self.metrics, role.name, self.worker, self.core, lambda: self._gauges)
         self.metrics.before_scrape(self._read)
         for subject, message_type, handler in (
@@ -189,10 +189,6 @@ class WorkerShell:
         return peer.beat.total_blocks if peer is not None and peer.beat.incarnation == incarnation else ()
 
     # ------------------------------------------------------------------------------------------ inside
-
-    def _hop(self, updates: list[SequenceUpdate]) -> None:
-        """On the planner thread: one wake-up of the event loop per step."""
-        self.hop(self._role.take_updates, updates)
 
     def hop(self, fn: Callable[..., object], *arguments: object) -> None:
         """On any thread: call on the event loop, in the order of the calls here."""

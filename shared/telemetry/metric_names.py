@@ -47,7 +47,8 @@ TTFT = Metric(
 ITL = Metric(
     "vllm:inter_token_latency_seconds",
     "histogram",
-    "Between one output token and the next of a request; tokens that come together share their gap.",
+    "Between one output token and the next of a request as they reach the ingress; those that come together share "
+    "their gap. As computed: `baton.itl_*` of the span `decode.run`.",
     INGRESSES,
     MODEL,
     ITL_BUCKETS,

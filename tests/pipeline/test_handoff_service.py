@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,9 +60,11 @@ async def test_handed_off_equals_local(model_dir: Path, tmp_path: Path) -> None:
         await c.check()
 
 
-async def test_tokens_of_a_stretch_come_one_by_one_and_once(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("interval_s", [0.0, 0.01, 1.0])
+async def test_tokens_of_a_stretch_come_once(model_dir: Path, tmp_path: Path, interval_s: float) -> None:
     sampling = msgspec.structs.replace(SAMPLED, max_tokens=40)
-    async with cell(real(model_dir, tmp_path), real(model_dir, tmp_path)) as c:
+    gathers = dataclasses.replace(real(model_dir, tmp_path), publish_interval_s=interval_s)
+    async with cell(gathers, real(model_dir, tmp_path)) as c:
         engine = c.decode.shell.core.engine
         tell, told = engine.on_drawn, list[int]()
 

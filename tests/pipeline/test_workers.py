@@ -501,6 +501,51 @@ async def test_stopping_ends_what_runs_with_an_error(tmp_path: Path) -> None:
         await stopping
 
 
+async def test_tokens_of_several_steps_go_out_together_and_with_the_end(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, pool_bytes=100 * 16, publish_interval_s=5.0)) as c:
+        await c.local(PROMPT, a=attempt(), sampling=SamplingParams(max_tokens=60, ignore_eos=True))
+        assert (sum(c.driver.pieces), c.driver.pieces[0]) == (60, 1)
+        assert len(c.driver.pieces) < 30
+
+
+async def test_a_stop_takes_the_tokens_with_it_that_wait(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, pool_bytes=400 * 16, fake_speed=0.2, publish_interval_s=60.0)) as c:
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=SamplingParams(max_tokens=150, ignore_eos=True))
+        engine = c.decode.shell.core.engine
+        await until(lambda: len(c.driver.output()) > 0, 30)
+        begun = engine.progress
+        await until(lambda: engine.progress > begun + 3, 30)
+        await c.decode.stop(0.0)
+        final = await c.driver.final()
+        assert final.totals is not None
+        assert final.totals.completion_tokens == len(c.driver.output()) > 2
+        assert len(final.token_ids) // 4 == len(c.driver.output()) - 1
+
+
+async def test_tokens_do_not_wait_for_a_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cell(options(tmp_path, pool_bytes=100 * 16, publish_interval_s=1.0)) as c:
+        runner, go, steps = c.decode.shell.core.runner, threading.Event(), 0
+        run = runner.run
+
+        def hangs(plan: StepPlan) -> object:
+            nonlocal steps
+            steps += 1
+            if steps == 12:
+                assert go.wait(60)
+            return run(plan)
+
+        monkeypatch.setattr(runner, "run", hangs)
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=SamplingParams(max_tokens=60, ignore_eos=True))
+        await until(lambda: steps == 12, 30)
+        computed = c.decode.shell.core.options.depth
+        try:
+            await until(lambda: len(c.driver.output()) >= steps - 1 - computed, 30)
+        finally:
+            go.set()
+        await c.driver.final()
+        assert len(c.driver.output()) == 60
+
+
 async def test_each_choice_ends_for_itself(tmp_path: Path) -> None:
     async with cell(options(tmp_path, pool_bytes=400 * 16)) as c:
         sampling = tuple(SamplingParams(max_tokens=8 + 4 * i, seed=i, ignore_eos=True) for i in range(3))

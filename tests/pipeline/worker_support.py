@@ -75,6 +75,7 @@ class Driver:
     tokens: dict[RequestId, dict[int, int]] = field(default_factory=dict)
     held: set[RequestId] = field(default_factory=set)
     listings: list[m.StreamFrame] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)  # tokens of each record that has any
     beats: dict[WorkerId, m.WorkerBeat] = field(default_factory=dict)
     commits: list[m.HandoffCommit] = field(default_factory=list)
     ack_finals: bool = True
@@ -113,6 +114,7 @@ class Driver:
         for record in frame.records:
             request = record.attempt.request_id
             known = self.tokens.setdefault(request, {})
+            self.pieces += [len(record.token_ids) // 4] if record.token_ids else []
             for seq, token in enumerate(unpack_tokens(record.token_ids), start=record.first_seq):
                 assert known.setdefault(seq, token) == token, "a token changed"
             if record.finish:
@@ -276,6 +278,7 @@ def options(folder: Path, **changes: object) -> WorkerOptions:
         fake=True,
         fake_speed=20.0,
         calibrate=False,
+        publish_interval_s=0.02,  # tokens of several steps go out together
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 

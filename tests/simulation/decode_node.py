@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.decode.pace import Pace
 from services.decode.reservation import Drop, GoLocal, Kind, ReservationTable
 from services.decode.stream_outbox import StreamOutbox
 from shared.contracts import messages as m
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 STEP_S = 0.02
+INTERVALS_S = (0.0, 0.05, 0.2)
+"""How long a worker gathers tokens: none waits, or those of three or ten steps go out together."""
 TOKEN_BUDGET = 48
 MODEL = StepModel(base_s=0.015, token_s=0.0004, sequence_s=0.0001)
 
@@ -65,6 +68,8 @@ class DecodeNode(Node):
         self.pool = ToyPool(num_tokens)
         self.table = ReservationTable()
         self.outbox = StreamOutbox(self.worker, self.incarnation)
+        self.pace = Pace(INTERVALS_S[incarnation % len(INTERVALS_S)])
+        self.told: list[tuple[Sequence, int, int]] = []  # a choice's token, not in the outbox yet
         self.live: dict[RequestId, Sequence] = {}
         self.closing: list[Sequence] = []
         self.number = 0
@@ -123,6 +128,7 @@ class DecodeNode(Node):
         return self._reserved(self.live[attempt.request_id], already_running=False)
 
     def _restamp(self, message: m.Reserve, tokens: list[int], source: WorkerId) -> m.Reserved:
+        self._take_news()
         sequence, attempt = self.live[message.attempt.request_id], message.attempt
         was_waiting = sequence.waiting
         if was_waiting and not source:
@@ -181,6 +187,7 @@ class DecodeNode(Node):
         return m.Cancelled(held=True, totals=_totals(sequence.lanes[0]))
 
     def finish(self, attempt: Attempt, choice: int, num_tokens: int) -> m.Finished:
+        self._take_news()
         sequence = self.live.get(attempt.request_id)
         if sequence is not None and sequence.attempt == attempt:
             lane = sequence.lanes[choice]
@@ -326,17 +333,21 @@ class DecodeNode(Node):
     def _step(self) -> None:
         self.stepping = False
         self.steps += 1
-        budget = TOKEN_BUDGET
+        budget, first = TOKEN_BUDGET, {id(s) for s in self.live.values() if any(not lane.output for lane in s.lanes)}
+        at_once = False
         for sequence in list(self.live.values()):
             idle = sequence.waiting or not self._returns(sequence)
             for choice, lane in enumerate(() if idle else sequence.lanes):
                 if not lane.done and len(lane.output) < sequence.max_tokens and budget > 0:
                     budget -= self._compute(sequence, choice, lane, budget)
                 if not lane.done and len(lane.output) >= sequence.max_tokens:
-                    lane.done = True
+                    lane.done = at_once = True
+                    self._take_news()
                     self.outbox.finish(sequence.attempt, choice, "length", _totals(lane))
             self._end_if_done(sequence)
-        self._send_frames(self.outbox.frames(self.net.now))
+        at_once |= any(id(sequence) in first for sequence, _, _ in self.told)
+        if self.pace.due(self.net.now) or at_once:
+            self._send_news()
         if any(not sequence.waiting for sequence in self.live.values()):
             self._wake()
 
@@ -347,8 +358,20 @@ class DecodeNode(Node):
         if end == len(lane.tokens):
             token = next_token(total, choice)
             lane.tokens.append(token)
-            self.outbox.tokens(sequence.attempt, choice, [token])
+            self.told.append((sequence, choice, token))
         return num_tokens
+
+    def _take_news(self) -> None:
+        told, self.told = self.told, []
+        self.net.counts["tokens gathered"] += len(told) > len({(id(sequence), choice) for sequence, choice, _ in told})
+        for sequence, choice, token in told:
+            self.outbox.tokens(sequence.attempt, choice, [token])
+
+    def _send_news(self) -> None:
+        self._take_news()
+        if frames := self.outbox.frames(self.net.now):
+            self.pace.published(self.net.now)
+            self._send_frames(frames)
 
     def _end_if_done(self, sequence: Sequence) -> None:
         if all(lane.done for lane in sequence.lanes):

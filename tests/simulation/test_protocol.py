@@ -24,6 +24,7 @@ CI_EVENTS = 100_000
 MUTATION_SEEDS = 36
 MUST_HAPPEN = (
     *(f"message {fault}" for fault in ("dropped", "duplicated", "late", "cut off")),
+    "tokens gathered",
     *("revoked", "revoked began by itself", "revoked placed elsewhere", "withdrawn", "withdrawn unknown"),
     *(f"{node} {fault}" for node in ("decode", "prefill", "scheduler") for fault in ("killed", "paused")),
     *("gateway paused", "gateway killed", "decode cut off", "index killed", "match wrong", "pull corrupted"),

@@ -17,7 +17,7 @@ import pytest
 
 from loadtest import bench, peer_environments, peers
 from loadtest.closed_loop import OUTPUTS, PROMPTS, Job, even_jobs, make_jobs, order_of, run_loop, serve
-from loadtest.contestants import Contestant, EngineProcess, batched_result
+from loadtest.contestants import BatonStack, Contestant, EngineProcess, batched_result
 from loadtest.http_loop import read_event, run_http
 from loadtest.machine import IDLE_CORES
 from loadtest.peer_environments import LLAMA as LLAMA_NAME
@@ -414,6 +414,8 @@ class Completions(BaseHTTPRequestHandler):
             return
         come = asked - (asked == 7)
         events: list[dict[str, Any]] = [{"choices": [{"text": "" if n == 1 else "word"}]} for n in range(come)]
+        if body["stream_options"].get("continuous_usage_stats"):  # several tokens a chunk, told
+            events = [{"choices": [{"text": "words"}], "usage": {"completion_tokens": n}} for n in (1, 4, come)]
         for event in [*events, {"choices": [], "usage": {"completion_tokens": come}}]:
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
@@ -439,6 +441,11 @@ def test_the_loop_over_http_counts_tokens_without_a_text(url: str) -> None:
         run_http(url, even_jobs(3, 4, 9, 1000), 2, "m", {})
     with pytest.raises(Unavailable, match="ConnectError"):
         run_http("http://127.0.0.1:9", even_jobs(1, 4, 4, 1000), 1, "m", {})
+
+
+def test_the_loop_over_http_counts_the_tokens_that_a_chunk_tells(url: str) -> None:
+    result = run_http(url, even_jobs(2, 4, 6, 1000), 2, "m", BatonStack.TOLD)
+    assert (result.output_tokens, len(result.gaps_s)) == (12, 4)
 
 
 def test_settings_of_the_stack() -> None:

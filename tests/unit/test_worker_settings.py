@@ -59,9 +59,27 @@ def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("interval", "target", "seconds"),
+    [
+        ("30", "auto", 0.03),
+        ("100", "auto", 0.039),
+        ("30", "20", 0.02),
+        ("30", "50", 0.03),
+        ("100", "0", 0.1),
+        ("0", "20", 0.0),
+    ],
+)
+def test_tokens_are_gathered_for_no_longer_than_a_step_may_take(interval: str, target: str, seconds: float) -> None:
+    flags = {"engine.publish_interval_ms": interval, "engine.itl_target_ms": target}
+    options = worker_options(load_settings(flags, {}, None).settings, "decode", {})
+    assert options.publish_interval_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("batching", "best"),
+        ("publish_interval_ms", "-1"),
         ("batch_size", "0"),
         ("batch_window_s", "-1"),
         ("chunk_size", "-1"),
