@@ -14,9 +14,7 @@ enum { TILE_ROWS = LANE_REGISTERS >= 32 ? 12 : 3 };
 /* Rows of an item lie in the second-level cache together, and there are at most so many. */
 enum { PANEL_BYTES = 480 * 1024, PANEL_ROWS = 192 };
 enum { MAX_SUM = 32 };
-/* A tile of so many rows computes about as long as its weights take to come from memory: they are asked for early, into
- * the second level. With fewer rows what the processor reads ahead by itself is as good. */
-enum { MANY_ROWS = 6, FAR_BYTES = 8192 };
+enum { MANY_ROWS = 6 }; /* see ask_weights */
 
 /* What becomes of the sums of a block of 32 outputs. */
 enum {
@@ -48,13 +46,7 @@ INLINE void NAME(tile)(const int rows, const element *x, long stride, const elem
         const long end = smaller(whole, begin + piece);
         for (long k = begin; k < end; k++) {
             const char *p = (const char *)w + k * BLOCK * 4;
-            if (rows >= MANY_ROWS) {
-                ask_outer(p + FAR_BYTES);
-                ask_outer(p + FAR_BYTES + 64);
-            } else {
-                ask(p + PREFETCH_BYTES);
-                ask(p + PREFETCH_BYTES + 64);
-            }
+            ask_weights(rows >= MANY_ROWS, p);
             words16 w0 = load_words(p), w1 = load_words(p + 64);
 #pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {

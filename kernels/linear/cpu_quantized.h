@@ -21,7 +21,7 @@
 enum { BLOCK = 32 };
 /* Sums of a group stay in registers; those of all groups do where a tile has at most HELD_ROWS rows. */
 enum { QUANTIZED_ROWS = LANE_REGISTERS >= 32 ? 12 : 2, HELD_ROWS = LANE_REGISTERS >= 32 ? 6 : 2 };
-enum { PREFETCH_BYTES = 2048 };
+enum { NEAR_BYTES = 2048, FAR_BYTES = 8192, MANY_INTEGER_ROWS = 4 };
 enum { CHUNK = 512 }; /* inputs of a tile that are quantized together: a multiple of every size of groups */
 /* What the largest magnitude of a group is at least taken for: the inverse of its scale would not be finite. */
 static const float SMALLEST = 1e-30f;
@@ -198,6 +198,19 @@ static void NAME(quantize_tile)(const baton_linear *linear, const element *x, lo
 
 /* --------------------------------------------------------------------------------------------------------- products */
 
+/* Ask for weights that come after the 128 bytes at `p`. A tile of `many` rows computes about as long as its weights take
+ * to come from memory: they are asked for early, into the second level. With few rows, what the processor reads ahead by
+ * itself is as good. */
+INLINE void ask_weights(const int many, const char *p) {
+    if (many) {
+        ask_outer(p + FAR_BYTES);
+        ask_outer(p + FAR_BYTES + 64);
+    } else {
+        ask(p + NEAR_BYTES);
+        ask(p + NEAR_BYTES + 64);
+    }
+}
+
 /* 32 sums of `rows` rows; `rows` is a constant wherever these are expanded. */
 INLINE void int8_tile(const int rows, const baton_linear *linear, quantized_rows x, long block,
                       float sums[QUANTIZED_ROWS][BLOCK]) {
@@ -222,8 +235,7 @@ INLINE void int8_tile(const int rows, const baton_linear *linear, quantized_rows
 #pragma GCC unroll 12
         for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = word(corrections + m);
         for (long k = 0; k < words; k++, w += BLOCK * 4, v += rows * 4) {
-            ask(w + PREFETCH_BYTES);
-            ask(w + PREFETCH_BYTES + 64);
+            ask_weights(rows >= MANY_INTEGER_ROWS, w);
             const words16 w0 = load_words(w), w1 = load_words(w + 64);
 #pragma GCC unroll 12
             for (int m = 0; m < rows; m++) {
@@ -269,8 +281,7 @@ INLINE void int4_tile(const int rows, const baton_linear *linear, quantized_rows
 #pragma GCC unroll 12
         for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = zero_words();
         for (long k = 0; k < words; k += 2, w += BLOCK * 4, v += rows * 8) {
-            ask(w + PREFETCH_BYTES);
-            ask(w + PREFETCH_BYTES + 64);
+            ask_weights(rows >= MANY_INTEGER_ROWS, w);
             const words16 w0 = load_words(w), w1 = load_words(w + 64);
             const words16 low0 = and_words(w0, lower_nibbles), low1 = and_words(w1, lower_nibbles);
             const words16 high0 = and_words(shift_right(w0, 4), lower_nibbles);

@@ -1,0 +1,151 @@
+"""What only a card times, run without one: every case's tensors, checks and launches, and a model's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kernels.testing import DEVICE, INTERPRETED
+
+# isort: split
+from triton.runtime.interpreter import GridExecutor
+
+from kernels.bench.__main__ import SUITES, cases, line, main, run
+from kernels.bench.limits import Limits
+from kernels.bench.row import Case
+from loadtest import device_model
+from shared.contracts.sampling import SamplingParams
+from shared.engine.decode_graphs import DecodeGraphs
+from tests.device_models import SIZES
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered"),  # numpy's, in the interpreter
+    pytest.mark.skipif(not INTERPRETED, reason="there is a GPU: python -m kernels.bench"),
+]
+
+NO_MEMORY = torch.device("meta")
+
+
+class NoCard(TorchFunctionMode):
+    """Tensors of a card have a shape and no memory."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = NO_MEMORY
+        args = tuple(NO_MEMORY if isinstance(arg, torch.device) and arg.type == "cuda" else arg for arg in args)
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_case_of_the_bench_is_one_its_wrappers_take(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[object] = []
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *_, **__: launched.append(self))
+    monkeypatch.setattr("kernels.bench.attention._CUDA", NO_MEMORY)  # plans ask what card it is
+    monkeypatch.setattr("kernels.bench.linear._COLD_BYTES", 1)  # one weight a call
+    monkeypatch.setattr("kernels.bench.attention._flex", lambda *_: lambda: None)  # compiles
+    found = list(cases([suite]))
+    names = [(case.operation, case.shape) for case in found]
+    assert len(set(names)) == len(names)
+    for case in found:
+        assert case.bytes > 0
+        before = len(launched)
+        with NoCard():
+            call, peers = case.make()
+            call()
+            for peer in peers.values():
+                peer()
+        assert len(launched) > before, case.shape
+
+
+def test_a_case_is_told_beside_its_limits_and_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((2e-3, 1e-3))
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        return next(times)
+
+    def broken() -> None:
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr("kernels.bench.__main__.seconds", seconds)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    case = Case("linear", "M=1", 1e9, 1e9, lambda: (lambda: None, {"torch": lambda: None, "other": broken}))
+    found = run(case, Limits(bytes_per_s=1e12, flops=1e13))
+    assert (found.share, found.bound, found.peers) == (pytest.approx(0.5), "copy", {"torch": 1e-3})
+    assert (
+        line(found)
+        == f"{'linear':20} {'M=1':38} {2000:9.1f} us  50.0% of copy   torch 0.50x (other: RuntimeError: not here)"
+    )
+    with pytest.raises(SystemExit):
+        main(["liner"])
+    assert main(["linear"]) == 1
+
+
+@pytest.mark.parametrize(("quant", "kv"), [("int4", "int8"), ("fp8", "bfloat16")])
+def test_a_random_model_s_steps_run_and_their_bytes_are_counted(
+    quant: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but graphs and a card's clock."""
+    shape = {name: value for name, value in SIZES.items() if name not in ("initializer_range", "dtype", "eos_token_id")}
+    tiny = shape | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+    }
+    monkeypatch.setitem(device_model.SHAPES, "tiny", tiny)
+    monkeypatch.setattr(device_model, "DecodeGraphs", lambda *_: None)
+    model = device_model.make_model("tiny", DEVICE, quant=quant)
+    case = device_model.Case(model, sequences=2, context=20, steps=8, kv_dtype=kv)
+    times = case._run_steps(4, SamplingParams(max_tokens=1, temperature=0.0))
+    assert times
+    assert all(time > 0 for time in times)
+    hidden, inner, vocab = 64, 96, 320
+    matrices = hidden * (2 + 2) * 64 + 2 * 64 * hidden + 3 * hidden * inner
+    kept = matrices // (2 if quant == "int4" else 1) + vocab * hidden
+    assert kept < model.weights.step_bytes < 1.8 * kept
+    assert case.step_bytes - model.weights.step_bytes == 2 * 20 * case.layout.groups[0].token_bytes
+
+
+def test_graphs_are_of_the_largest_size_first_and_replay_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls; what a graph does needs a card."""
+    told: list[Any] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.size: list[Any] = []
+
+        def replay(self) -> None:
+            told.append(("replay", *self.size))
+
+    class Capture:
+        def __init__(self, graph: Graph, pool: object, stream: object) -> None:
+            self.graph, self.mark = graph, len(told)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            self.graph.size = told[self.mark :]
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", object)
+
+    def compute(size: int) -> Tensor:
+        told.append(("compute", size))
+        return torch.zeros(size)
+
+    graphs = DecodeGraphs(device_model.DeviceStream(DEVICE), compute, lambda logits: told.append(("draw", len(logits))))
+    graphs.capture([1, 4, 2])
+    once = [[(what, size) for what in ("compute", "draw")] * 2 for size in (4, 2, 1)]
+    assert told == [call for calls in once for call in calls]
+    told.clear()
+    graphs.replay(2)
+    assert told == [("replay", ("compute", 2)), ("replay", ("draw", 2))]
