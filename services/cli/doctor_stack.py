@@ -120,9 +120,10 @@ def model(entry: ModelEntry, fake: bool, env: Mapping[str, str]) -> Finding:
         if is_gguf(folder) and folder.is_file() and not made.is_dir():
             return Finding("model", OK, f"{entry.name}, {folder}: ./baton up reads it")
         try:
-            check_model_folder(made if made.is_dir() else folder, weights=not fake)
+            check_model_folder(made if made.is_dir() else folder, weights=not fake, quant=entry.quant or "none")
         except SettingsError as exc:
-            return Finding("model", FAIL, exc.message, f"point the path of {entry.name} at a folder with a checkpoint")
+            fix = f"point the path of {entry.name} at a folder with a checkpoint"
+            return Finding("model", FAIL, exc.message, "set quant to none" if exc.param == "quant" else fix)
         return Finding("model", OK, f"{entry.name}, {folder}")
     folder = default_model_dir(cache_dir(env))
     if is_complete(folder):

@@ -22,22 +22,23 @@ def with_models(settings: Settings, env: Mapping[str, str], say: Callable[[str],
     """
     fake = settings.workers.fake
     if not settings.models:
-        path = _folder(settings.model.path, "model.path", fake, env, say)
+        path = _folder(settings.model.path, "model.path", settings.engine.quant, fake, env, say)
         return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(path)})})
-    entries = [
-        entry.model_copy(update={"path": str(_folder(entry.path, f"models.{number}.path", fake, env, say))})
-        for number, entry in enumerate(settings.models)
-    ]
+    entries = []
+    for number, entry in enumerate(settings.models):
+        quant = entry.quant or settings.engine.quant
+        path = _folder(entry.path, f"models.{number}.path", quant, fake, env, say)
+        entries.append(entry.model_copy(update={"path": str(path)}))
     return settings.model_copy(update={"models": tuple(entries)})
 
 
-def _folder(given: str, param: str, fake: bool, env: Mapping[str, str], say: Callable[[str], None]) -> Path:
+def _folder(given: str, param: str, quant: str, fake: bool, env: Mapping[str, str], say: Callable[[str], None]) -> Path:
     if not given:
         return fetch_default_model(cache_dir(env), say)
     path = model_folder(Path(given).expanduser().absolute(), cache_dir(env), say)
     if not path.is_dir():
         raise SettingsError(f"model folder {path} does not exist", param=param)
-    check_model_folder(path, weights=not fake)
+    check_model_folder(path, weights=not fake, quant=quant)
     return path
 
 

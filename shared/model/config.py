@@ -14,7 +14,7 @@ from shared.contracts.errors import SettingsError
 from shared.kv.layout import ITEM_BYTES, LayerGroup
 from shared.model.family import LLAMA, TIED_BY_DEFAULT, Family, parse_family
 from shared.model.fields import Fields, read_fields
-from shared.model.packing import Packing, parse_packing
+from shared.model.packing import FIELD, Packing, parse_packing
 from shared.model.rope import Rope, parse_rope
 
 GENERATION = "generation_config.json"
@@ -78,6 +78,13 @@ def packed_as(folder: Path) -> str:
     """
     packing = load_config(folder).packing
     return "" if packing is None else packing.name
+
+
+def require_kept(config: ModelConfig, folder: Path, quant: str) -> None:
+    """Raise SettingsError (param `quant`) where a setting would have other integers than those a checkpoint holds."""
+    if config.packing is not None and quant != "none":
+        told = f"{folder / 'config.json'}: {FIELD}: its weights are {config.packing.name} and stay so"
+        raise SettingsError(f"quant {quant!r}: {told}, which is what quant 'none' means", param="quant")
 
 
 def parse_config(raw: dict[str, Any], path: Path, eos: object = None, eos_path: Path | None = None) -> ModelConfig:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from shared.contracts.errors import SettingsError
-from shared.model.config import load_config
+from shared.model.config import load_config, require_kept
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -43,13 +43,16 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in ([SINGLE] if names is None else sorted(set(names.values())))]
 
 
-def check_model_folder(folder: Path, *, weights: bool = True) -> None:
+def check_model_folder(folder: Path, *, weights: bool = True, quant: str = "none") -> None:
     """Raise SettingsError, naming file and field or tensor, for a folder that can't be served.
 
     Args:
         weights: False when nobody will read them, as with fake workers.
+        quant: the setting of how its matrices are to be kept.
     """
     config = load_config(folder)
+    if weights:
+        require_kept(config, folder, quant)
     wanted = [folder / "tokenizer.json", *(weight_files(folder) if weights else [])]
     for path in wanted:
         if not path.is_file():

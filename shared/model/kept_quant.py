@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kernels.linear.quantize import INT8_GROUP, NONE, Quant
-from shared.contracts.errors import SettingsError
-from shared.model.config import ModelConfig
-from shared.model.packing import FIELD, GROUPS
+from kernels.linear.quantize import INT8_GROUP, Quant
+from shared.model.config import ModelConfig, require_kept
+from shared.model.packing import GROUPS
 
 
 def quant_for(config: ModelConfig, folder: Path, setting: str, known: Mapping[str, Quant]) -> Quant:
@@ -20,11 +19,9 @@ def quant_for(config: ModelConfig, folder: Path, setting: str, known: Mapping[st
     Raises:
         SettingsError: the checkpoint holds integers, and the setting would have others (param `quant`).
     """
+    require_kept(config, folder, setting)
     packing = config.packing
     if packing is None:
         return known[setting]
-    if setting != NONE.name:
-        told = f"{folder / 'config.json'}: {FIELD}: its weights are {packing.name} and stay so, which is what"
-        raise SettingsError(f"quant {setting!r}: {told} quant {NONE.name!r} means", param="quant")
     group = INT8_GROUP if packing.bits == 8 else packing.group or max(GROUPS)
     return Quant(packing.name, packing.bits, group, in_steps=packing.bits == 4, as_kept=True)

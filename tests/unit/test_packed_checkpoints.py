@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from kernels.linear.quantize import Int4Weight, Int8Weight
 from loadtest import quality
+from services.cli import doctor_stack
+from services.cli.doctor import FAIL
+from services.cli.stack_models import with_models
 from shared.contracts.errors import SettingsError
 from shared.engine.numerics import numerics_id
 from shared.engine.self_check import run_self_check
 from shared.model.config import load_config, packed_as
 from shared.model.decoder import configuration_of, load_decoder
 from shared.model.digest import model_digest
+from shared.model.folder import check_model_folder
 from shared.model.pack_cache import PackCache
 from shared.model.packing import Packing
 from shared.model.quality_gate import (
@@ -31,6 +35,7 @@ from shared.model.quality_gate import (
 )
 from shared.model.unpack import unpacked
 from shared.model.weights import Weights
+from shared.settings.sections import EngineSettings, ModelEntry, Settings
 from tests.native import require_native
 from tests.packed_checkpoints import Form, Integers, change_config, configuration, int32, write
 from tests.tiny_models import make_tiny_model
@@ -250,6 +255,16 @@ def test_a_setting_that_contradicts_is_refused(gptq: Path, quant: str) -> None:
     with pytest.raises(SettingsError, match=rf"^quant '{quant}': .*quantization_config: .*gptq-int4-g32") as error:
         load_decoder(gptq, "float32", "native", quant=quant, threads=1)
     assert error.value.param == "quant"
+    (gptq / "tokenizer.json").write_text("{}")
+    with pytest.raises(SettingsError, match=rf"^quant '{quant}': .*stay so"):
+        check_model_folder(gptq, quant=quant)
+    check_model_folder(gptq)
+    entry = ModelEntry(name="a", path=str(gptq), quant=quant)  # type: ignore[arg-type]
+    found = doctor_stack.model(entry, False, {})
+    assert (found.verdict, found.fix) == (FAIL, "set quant to none")
+    settings = Settings(models=(ModelEntry(name="a", path=str(gptq)),), engine=EngineSettings(quant=quant))  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=f"^quant '{quant}'"):
+        with_models(settings, {}, lambda _: None)
 
 
 def test_orders_that_differ_are_not_multiplied_together(plain: Path, tmp_path: Path) -> None:
