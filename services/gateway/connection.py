@@ -17,7 +17,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.gateway.errors import http_body
 from services.gateway.joined_head import JoinedHead
+from services.gateway.old_http import without_chunks
 from shared.contracts.ids import new_request_id
+from shared.lifecycle.memory import GIVE_BACK
 
 KEEP_ALIVE_S = 75
 """A connection between two requests may be silent for so long."""
@@ -52,6 +54,7 @@ class Connection(HttpToolsProtocol):
     _in_head = False
     _head_bytes = 0  # told by the parser
     _untold_bytes = 0  # in it: it tells names and values only when they are whole
+    _body_bytes = 0  # since the last answer
     _upgrading = False
     _refused = False
     _answering: RequestResponseCycle | None = None
@@ -115,10 +118,13 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
         cycle.transport = cast(asyncio.Transport, JoinedHead(self.transport, cycle))
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         if not self._upgrading:
+            self._body_bytes += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -141,6 +147,8 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def on_response_complete(self) -> None:
+        GIVE_BACK.after(self._body_bytes)
+        self._body_bytes = 0
         super().on_response_complete()
         cycle = self.cycle
         if self._head is None and cycle.response_complete and cycle.more_body:  # refused before its body was here

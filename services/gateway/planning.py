@@ -32,7 +32,7 @@ async def tokenized(
         try:
             prompts = await model.codec.encode(parsed)
         except InvalidInput as error:
-            raise dialect.named(error) from error
+            raise dialect.named(error) from None
         tokenize.set_attribute(a.PROMPT_TOKENS, sum(map(len, prompts)))
     _check_prompts(len(prompts), identity)
 
@@ -43,7 +43,7 @@ async def tokenized(
                 for number, prompt in enumerate(prompts)
             ]
         except InvalidInput as error:
-            raise dialect.named(error) from error
+            raise dialect.named(error) from None
 
     return plans_of
 

@@ -80,7 +80,7 @@ class TokenRoutes:
         try:
             (tokens,) = await model.codec.encode(parsed)
         except InvalidInput as error:
-            raise named_here(error) from error
+            raise named_here(error) from None
         return json_response({"input_tokens": len(tokens)})
 
     async def detokenize(self, request: Request) -> Response:

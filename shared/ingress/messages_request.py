@@ -98,7 +98,7 @@ def _request(asked: CountRequest, messages: list[dict[str, Any]], more: dict[str
     try:
         return validated(ChatRequest, found)
     except InvalidInput as error:
-        raise named_here(error) from error
+        raise named_here(error) from None
 
 
 # ------------------------------------------------------------------------------------------ messages

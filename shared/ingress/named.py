@@ -12,7 +12,10 @@ Names = Sequence[tuple[re.Pattern[str], str]]
 
 
 def renamed(error: InvalidInput, names: Names) -> InvalidInput:
-    """The error, with the field's name in `param` and at the beginning of its message."""
+    """The error, with the field's name in `param` and at the beginning of its message.
+
+    It may be the very same one. So raise it `from None`: an error that is its own cause holds the prompt with it.
+    """
     for pattern, name in names:
         param = pattern.sub(name, error.param)
         if param != error.param:

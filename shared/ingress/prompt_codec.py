@@ -15,6 +15,7 @@ from shared.grammar.compiler import SLOW_S, GrammarCompiler
 from shared.grammar.source import schema_grammar
 from shared.ingress.openai_schema import ChatRequest, CompletionRequest, GenerationRequest
 from shared.ingress.structure import ModelForm, Structure, active_tools, structure_of
+from shared.lifecycle.memory import GIVE_BACK, keep_little
 from shared.text.chat_prompt import encode_chat
 from shared.text.chat_template import check_template
 from shared.text.tokenizer import Tokenizer
@@ -64,6 +65,7 @@ class PromptCodec:
         self._context = context
         # a longer text has more tokens than the context, so it need not be tokenized to be refused
         self._max_chars = context * tokenizer.longest_token
+        keep_little()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
     async def parse(self, parse: Callable[[bytes], Parsed], body: bytes) -> Parsed:
@@ -80,7 +82,10 @@ class PromptCodec:
         """
         if _is_short(request):
             return self.encode_now(request)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, request)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self.encode_now, request)
+        finally:
+            GIVE_BACK.after(_size(request))
 
     def encode_now(self, request: GenerationRequest) -> list[list[int]]:
         """As `encode`, on the caller's own thread."""
@@ -140,6 +145,14 @@ class PromptCodec:
     def close(self) -> None:
         """End the threads; encodings in progress finish."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(request: GenerationRequest) -> int:
+    """Characters that were tokenized, or somewhat more."""
+    if isinstance(request, CompletionRequest):
+        return sum(map(len, request.prompt))
+    contents = (message.content or "" for message in request.messages)
+    return sum(len(c) if isinstance(c, str) else sum(len(part["text"]) for part in c) for c in contents)
 
 
 def _is_short(request: GenerationRequest) -> bool:

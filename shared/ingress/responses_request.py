@@ -76,7 +76,7 @@ def chat_of(asked: ResponsesRequest, items: Sequence[InputItem]) -> ChatRequest:
     try:
         return validated(ChatRequest, _chat(asked, items))
     except InvalidInput as error:
-        raise named_here(error) from error
+        raise named_here(error) from None
 
 
 def items_of(given: Sequence[Mapping[str, Any]]) -> list[InputItem]:

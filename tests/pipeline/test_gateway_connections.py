@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from services.gateway import connection, server
+from services.gateway import app, connection, server
 from services.gateway.server import bind
 from shared.bus.memory_bus import MemoryBroker
+from shared.contracts.errors import BatonError
 from shared.ingress.session import Session
-from tests.pipeline.gateway_support import Backend, Stack, chat, completion, http_stack
+from tests.pipeline.gateway_support import MODEL, Backend, Stack, chat, completion, http_stack
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -300,8 +301,17 @@ async def test_http_1_0_is_answered_and_closed(url: str) -> None:
     whole = request(completion(max_tokens=3, stream=True), "/v1/completions").replace(b"HTTP/1.1", b"HTTP/1.0")
     writer.write(whole)
     answer = await gone(reader)
-    assert b" 200 " in answer.partition(b"\r\n")[0]
-    assert b"data: [DONE]" in answer
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b" 200 " in head.partition(b"\r\n")[0]
+    assert b"transfer-encoding" not in head.lower()
+    events = body.split(b"\n\n")
+    assert all(event.startswith(b"data: ") for event in events[:-1])
+    assert events[-2:] == [b"data: [DONE]", b""]
+    writer.close()
+    reader, writer = await connect(url)
+    writer.write(request(completion(max_tokens=3), "/v1/completions").replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, body = (await gone(reader)).partition(b"\r\n\r\n")
+    assert b"content-length: %d\r\n" % len(body) in head
     writer.close()
 
 
@@ -350,6 +360,33 @@ async def test_an_answered_request_is_gone_without_the_garbage_collector(
                 while len(alive) > 1:  # noqa: ASYNC110  # a connection keeps its newest cycle
                     await asyncio.sleep(0.02)
         assert {type(found) for found in alive} <= {RequestResponseCycle}
+    finally:
+        gc.enable()
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_refused_prompt_is_gone_without_the_garbage_collector(
+    served: tuple[Stack, str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    alive: weakref.WeakSet[BatonError] = weakref.WeakSet()
+    answer = app.error_response
+
+    def answering(error: BatonError, *more: Any) -> Any:
+        alive.add(error)
+        return answer(error, *more)
+
+    monkeypatch.setattr(app, "error_response", answering)
+    long = "x" * 2000
+    prompts = {"/v1/completions": completion(long), "/v1/responses": {"model": MODEL, "input": long}}
+    reader, writer = await connect(served[1])
+    gc.disable()
+    try:
+        writer.write(request(prompts.get(path, chat(long, max_tokens=1)), path))
+        async with asyncio.timeout(30):
+            assert b" 400 " in await reader.readuntil(b"\r\n")
+            while alive:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
     finally:
         gc.enable()
         writer.close()
