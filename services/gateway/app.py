@@ -20,6 +20,7 @@ from opentelemetry.trace import Link, Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from services.gateway.answers import SessionResponse, error_response, internal_response, json_response
@@ -225,10 +226,10 @@ def build_app(door: Door) -> ASGIApp:
     }
     for path, handler in direct.items():  # the router still tells what other methods get
         app.add_route(path, handler, methods=["POST"])
-    app.add_api_route("/v1/models", door.models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
-    app.add_api_route("/health", door.health, methods=["GET"])
-    app.add_api_route("/ready", door.ready, methods=["GET"])
+    app.add_api_route("/v1/models", door.models, methods=["GET", "HEAD"])
+    app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET", "HEAD"])
+    app.add_api_route("/health", door.health, methods=["GET", "HEAD"])
+    app.add_api_route("/ready", door.ready, methods=["GET", "HEAD"])
     door.stored_responses.add_to(app)
     door.files.add_to(app)
     door.batches.add_to(app)
@@ -263,7 +264,16 @@ async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     words = {404: f"there is no {request.method} {request.url.path[:100]}", 405: "this path takes another method"}
     body = http_body(exc.status_code, words.get(exc.status_code, "") or str(exc.detail))
-    return json_response(body, {**(exc.headers or {}), **_echo(request)}, exc.status_code)
+    headers = {**(exc.headers or {}), **_echo(request)}
+    if exc.status_code == 405:  # the router tells the methods of the first route that has the path
+        headers["Allow"] = ", ".join(sorted(_methods(request)))
+    return json_response(body, headers, exc.status_code)
+
+
+def _methods(request: Request) -> set[str]:
+    """What the path of a request may be asked by."""
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE)
+    return set().union(*(getattr(route, "methods", None) or () for route in matching))
 
 
 async def _on_exception(request: Request, exc: Exception) -> Response:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.answers import BODY_SEND, error_response, internal_response
 from services.gateway.auth import KEY_NEEDED, key_hash
 from services.gateway.service import GatewayService
-from shared.contracts.errors import BatonError, Internal, Unauthenticated
+from shared.contracts.errors import BatonError, Internal, InvalidInput, Unauthenticated
 from shared.contracts.ids import new_request_id
 from shared.contracts.messages import Identity
 from shared.ingress.request_metrics import count_refused
@@ -85,6 +85,7 @@ class Front:
         if not is_public(scope["path"]):
             try:
                 scope[KNOWN] = known = await self._known(scope)
+                self._require_plain(scope)
             except BatonError as error:
                 await error_response(error)(scope, receive, sending)
                 return
@@ -112,6 +113,15 @@ class Front:
         except Exception as exc:
             log.exception("a key could not be checked")
             raise Internal("internal error") from exc
+
+    def _require_plain(self, scope: Scope) -> None:
+        """Raises InvalidInput for a body that is packed: nobody here would unpack it."""
+        given = next((value for name, value in scope["headers"] if name == b"content-encoding"), b"identity")
+        if scope["method"] == "POST" and given.strip().lower() not in (b"identity", b""):
+            message = "Content-Encoding: not supported; send the body as it is"
+            error = InvalidInput(message, param="Content-Encoding", code="unsupported_encoding")
+            count_refused(self._service.ingress.metrics, error)
+            raise error
 
 
 def _with_request_id(scope: Scope, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

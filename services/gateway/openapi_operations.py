@@ -141,11 +141,16 @@ UNKNOWN = Operation({200: _ANY}, _GENERATION, {JSON: {}}, body_required=False, e
 _FILE: Content = {kind: {} for kind in ("text/html", "text/css", "text/javascript", "image/svg+xml", "text/plain")}
 _NOTHING: Content = {}
 
+
+def _read(path: str, operation: Operation) -> dict[tuple[str, str], Operation]:
+    return {(method, path): operation for method in ("GET", "HEAD")}
+
+
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): _generate("ChatRequest", "ChatCompletion", "ChatCompletionChunk"),
     ("POST", "/v1/completions"): _generate("CompletionRequest", "Completion", "CompletionChunk"),
-    ("GET", "/v1/models"): Operation({200: _json("ModelList")}),
-    ("GET", "/v1/models/{model_id}"): Operation({200: _json("Model")}, (404,)),
+    **_read("/v1/models", Operation({200: _json("ModelList")})),
+    **_read("/v1/models/{model_id}", Operation({200: _json("Model")}, (404,))),
     ("POST", "/v1/files"): Operation(
         {200: _json("File")},
         (400, 409, 413, 422),
@@ -170,7 +175,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/batches"): Operation({200: _json("BatchList")}, (400, 404), parameters=(_limit(MAX_BATCHES), _AFTER)),
     ("GET", "/v1/batches/{batch_id}"): Operation({200: _json("Batch")}, (404,)),
-    ("POST", "/v1/batches/{batch_id}/cancel"): Operation({200: _json("Batch")}, (404, 409)),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation({200: _json("Batch")}, (400, 404, 409)),
     ("POST", "/tokenize"): Operation({200: _json("Tokenized")}, (400, 404, 413), _json("TokenizeRequest")),
     ("POST", "/v1/messages"): Operation(
         {200: _MESSAGE},
@@ -214,12 +219,9 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/baton/traces"): Operation({200: _json("TraceList")}, (400,), parameters=(_limit(MAX_TRACES),)),
     ("GET", "/baton/traces/{trace_id}"): Operation({200: _json("Trace")}, (404,)),
     ("GET", "/baton/cluster"): Operation({200: _json("Cluster")}, (403,)),
-    ("GET", "/health"): Operation({200: _json("Health")}),
-    ("GET", "/ready"): Operation({200: _json("Readiness"), 503: _json("Readiness")}),
-    **{(method, "/"): Operation({307: _NOTHING}, (404,)) for method in ("GET", "HEAD")},
-    **{(method, "/console"): Operation({200: _FILE, 304: _NOTHING}) for method in ("GET", "HEAD")},
-    **{
-        (method, "/console/{path}"): Operation({200: _FILE, 304: _NOTHING, 307: _NOTHING}, (404,))
-        for method in ("GET", "HEAD")
-    },
+    **_read("/health", Operation({200: _json("Health")})),
+    **_read("/ready", Operation({200: _json("Readiness"), 503: _json("Readiness")})),
+    **_read("/", Operation({307: _NOTHING}, (404,))),
+    **_read("/console", Operation({200: _FILE, 304: _NOTHING})),
+    **_read("/console/{path}", Operation({200: _FILE, 304: _NOTHING, 307: _NOTHING}, (404,))),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import secrets
 
 import httpx
@@ -16,7 +18,17 @@ from shared.bus.memory_bus import MemoryBroker
 from shared.contracts import subjects
 from shared.contracts.ids import TenantId
 from shared.contracts.messages import PolicyEvent
-from tests.pipeline.gateway_support import HEADERS, KEYS, MODEL, Backend, Stack, chat, completion, gateway_stack
+from tests.pipeline.gateway_support import (
+    HEADERS,
+    KEYS,
+    MODEL,
+    Backend,
+    Stack,
+    chat,
+    completion,
+    gateway_stack,
+    http_stack,
+)
 
 
 async def test_every_answer_has_an_id() -> None:
@@ -36,6 +48,35 @@ async def test_every_answer_has_an_id() -> None:
         assert len({found[0] for found in ids}) == len(ids)
         mine = await get("/health", headers={"x-request-id": "mine"})
         assert mine.headers.get_list("x-request-id") == ["mine"]
+
+
+async def test_a_body_that_is_packed_is_refused_by_name() -> None:
+    async with gateway_stack() as stack:
+        body = json.dumps(completion(max_tokens=1)).encode()
+        for encoding, status in (("gzip", 400), ("br", 400), ("gzip, identity", 400), ("identity", 200), ("", 200)):
+            given = gzip.compress(body) if "gzip" in encoding else body
+            headers = {**HEADERS, "content-encoding": encoding}
+            response = await stack.client.post("/v1/completions", content=given, headers=headers)
+            assert response.status_code == status, encoding
+            if status == 400:
+                error = response.json()["error"]
+                assert (error["param"], error["code"]) == ("Content-Encoding", "unsupported_encoding")
+
+
+async def test_a_path_tells_all_its_methods_and_head_is_get_without_its_body() -> None:
+    async with http_stack() as (_, url), httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+        for path, methods in (
+            ("/v1/completions", "POST"),
+            ("/v1/models", "GET, HEAD"),
+            ("/v1/files", "GET, POST"),
+            ("/v1/responses/resp_1", "DELETE, GET"),
+        ):
+            response = await client.put(path)
+            assert (response.status_code, response.headers["allow"]) == (405, methods)
+        for path in ("/health", "/ready", "/v1/models", f"/v1/models/{MODEL}"):
+            whole, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (whole.status_code, b"")
+            assert head.headers["content-length"] == whole.headers["content-length"]
 
 
 async def test_a_wrong_key_is_asked_about_once_and_leaves_no_trace() -> None:
