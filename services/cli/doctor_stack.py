@@ -150,6 +150,8 @@ def quality(entry: ModelEntry, settings: Settings, env: Mapping[str, str]) -> Fi
     configuration = Configuration(family, dtype, own or entry.quant or "none", kv)
     if kv == FP8 and family != "triton":
         return Finding("quality", SKIP, "kv.dtype 'fp8' needs a GPU")
+    if entry.quant in GPU_ONLY and family != "triton":
+        return Finding("quality", SKIP, f"quant {entry.quant!r} needs a GPU")
     if kv == FLOAT16 and family == "triton":
         return Finding("quality", SKIP, "kv.dtype 'float16' is for CPUs")
     line = gate.describe(digest, configuration)

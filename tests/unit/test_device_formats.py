@@ -386,11 +386,17 @@ def test_a_gpu_s_configurations_are_measured(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(quality, "load_sets", lambda _: {"code": IDS[:20]})
     monkeypatch.setattr(quality, "WINDOW", 12)
     monkeypatch.setattr(quality, "CHUNK", 8)
-    wanted = [Configuration("triton", "float32"), Configuration("triton", "float32", "int8", "int8")]
-    plain, eight = quality.measure(folder, wanted, 1)
-    assert [record.configuration for record in (plain, eight)] == wanted
+    wanted = [
+        Configuration("triton", "float32"),
+        Configuration("triton", "float32", "int8", "int8"),
+        Configuration("triton", "float32", "fp8"),
+    ]
+    plain, eight, rows = quality.measure(folder, wanted, 1)
+    assert [record.configuration for record in (plain, eight, rows)] == wanted
     assert plain.sets["code"].positions == eight.sets["code"].positions == 20
     assert plain.kl < 1e-6 < eight.kl < 0.1
+    assert 1e-6 < rows.kl < 0.1
+    assert "float32-fp8" in rows.numerics
     assert plain.sets["code"].top1 == 1.0
     assert "float32-int8" in eight.numerics
     assert "-kv.int8-" in eight.numerics

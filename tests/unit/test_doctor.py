@@ -146,6 +146,8 @@ def test_what_is_known_of_the_quality_of_what_would_compute(tmp_path: Path) -> N
         assert found("bfloat16").verdict == verdict
         assert found("auto").detail.startswith("bfloat16" if verdict == OK else "float32")
     assert found("auto", quant="int8").detail.startswith("int8 over float32 on native kernels")
+    beyond = found("auto", quant="w8a8")
+    assert (beyond.verdict, beyond.detail) == (SKIP, "quant 'w8a8' needs a GPU")
     (default,) = served_models(Settings())
     assert doctor_stack.quality(default, Settings(), {"BATON_CACHE": str(tmp_path)}).verdict == SKIP
 
