@@ -24,6 +24,8 @@ log = logging.getLogger("baton.bus")
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 """The largest message NATS is configured to take: a submit with a very long prompt."""
 
+ROOM_BYTES = 1024
+"""More than a message's own headers take: so far below the limit nobody need count them."""
 MAX_BUDGET_DIGITS = 12
 INBOX_PREFIX = "_INBOX_"
 """Every service's reply inbox is `_INBOX_<service>.…`; the bus answers nowhere else."""
@@ -62,7 +64,8 @@ def outgoing(subject: str, message: Sent, budget_s: float | None, limit: int) ->
     """Payload and headers of a message about to be sent: trace context and remaining budget included, unless it is raw
     bytes, whose reader is a tenant.
 
-    Raises ProtocolError when the payload is larger than `limit` bytes.
+    Raises ProtocolError when both together are larger than `limit` bytes: that is what a server counts, and it ends the
+    connection of who sends more.
     """
     payload = payload_of(subject, message, limit)
     if isinstance(message, bytes):
@@ -71,7 +74,16 @@ def outgoing(subject: str, message: Sent, budget_s: float | None, limit: int) ->
     trace_context.inject(headers)
     if budget_s is not None:
         headers[BUDGET_HEADER] = str(max(0, int(budget_s * 1000)))
+    if len(payload) > limit - ROOM_BYTES and len(payload) + headers_size(headers) > limit:
+        what = f"{type(message).__name__} for {subject}"
+        raise ProtocolError(f"{what} takes {len(payload)} bytes beside its headers; the limit is {limit}")
     return payload, headers or None
+
+
+def headers_size(headers: Mapping[str, str]) -> int:
+    """Bytes that headers take on the wire; 0 for none."""
+    lines = (f"{name}: {value}\r\n".encode() for name, value in headers.items())
+    return len(b"NATS/1.0\r\n\r\n") + sum(map(len, lines)) if headers else 0
 
 
 def incoming(

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
 from nats.protocol.command import hpub_cmd, pub_cmd
 
+from shared.bus.envelope import headers_size
 from shared.bus.nats_reading import DirectReader, Malformed
 
 log = logging.getLogger("baton.bus")
@@ -52,8 +53,14 @@ class DirectClient(Client):
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        """As the library's, whose queue and task only what cannot be written at once passes."""
+        """As the library's, whose queue and task only what cannot be written at once passes.
+
+        Raises nats.errors.MaxPayloadError for what is too large with its headers, which the library does not count: the
+        server would end the connection.
+        """
         if not self.write(subject, payload, reply, headers):
+            if headers and len(payload) + headers_size(headers) > self._max_payload:
+                raise nats.errors.MaxPayloadError
             await super().publish(subject, payload, reply, dict(headers) if headers is not None else None)
 
     async def request(
@@ -106,18 +113,15 @@ class DirectClient(Client):
         if self._pending or self._status != Client.CONNECTED or not isinstance(transport, TcpTransport):
             return False
         writer = transport._io_writer
-        fits = len(payload) <= self._max_payload and _is_name(subject) and (not reply or _is_name(reply))
-        if writer is None or not fits:
+        if writer is None or not (_is_name(subject) and (not reply or _is_name(reply))):
+            return False
+        lines = b"" if headers is None else _header_lines(headers)
+        if lines is None or len(lines) + len(payload) > self._max_payload:
             return False
         socket = writer.transport
         if socket.is_closing() or socket.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return False  # one that was just lost is known to the client a turn of the loop later
-        if headers is None:
-            command = pub_cmd(subject, reply, payload)
-        elif (lines := _header_lines(headers)) is not None:
-            command = hpub_cmd(subject, reply, lines, payload)
-        else:
-            return False
+        command = hpub_cmd(subject, reply, lines, payload) if lines else pub_cmd(subject, reply, payload)
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += len(payload)
         socket.write(command)

@@ -6,9 +6,11 @@ import asyncio
 import signal
 from collections.abc import Callable
 
+import nats.errors
 import pytest
 import uvloop
 
+from shared.bus.nats_client import DirectClient
 from shared.bus.nats_connection import connect_bus
 from shared.contracts.message import Message
 from tests.nats.test_reconnect import until
@@ -79,3 +81,18 @@ async def test_a_subject_that_is_none_is_left_to_the_library(own_nats_server: Na
     async with connect_bus(own_nats_server.url, "a") as bus:
         assert not bus.publish_now("two words", Page())
         assert bus.connected
+
+
+async def test_headers_that_make_a_message_too_large_end_no_connection(own_nats_server: NatsServer) -> None:
+    client = DirectClient()
+    await client.connect(own_nats_server.url)
+    try:
+        most = client.max_payload
+        for size in (most, most - 20):
+            with pytest.raises(nats.errors.MaxPayloadError):
+                await client.publish("a", b"x" * size, headers={"name": "value"})
+        await client.publish("a", b"x" * (most - len(b"NATS/1.0\r\nname: value\r\n\r\n")), headers={"name": "value"})
+        await client.flush(30)
+        assert client.is_connected
+    finally:
+        await client.close()

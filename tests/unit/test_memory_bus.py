@@ -97,6 +97,24 @@ async def test_what_is_sent_at_once_has_the_same_limit(connect: Connect, topic: 
         sender.publish_now(topic, Ask(text="x" * (envelope.MAX_PAYLOAD_BYTES + 1)))
 
 
+async def test_headers_count_in_the_limit_and_what_is_over_it_ends_no_connection(connect: Connect, topic: str) -> None:
+    sender, heard = await connect("decode"), list[Delivery]()
+    await sender.subscribe(topic, Ask, heard.append)
+    bare = envelope.MAX_PAYLOAD_BYTES - len(encode(Ask(text="x" * 2**17))) + 2**17
+    for size in (bare, bare - 20):  # with its budget it is too large
+        for send in (sender.publish(topic, Ask(text="x" * size), budget_s=1.0), ask(sender, topic, size)):
+            with pytest.raises(ProtocolError, match="headers"):
+                await send
+    await sender.publish(topic, Ask(text="x" * (bare - envelope.ROOM_BYTES)), budget_s=30.0)
+    await sender.publish(topic, Ask(text="x" * bare))
+    await until(lambda: len(heard) == 2, timeout_s=30)
+    assert sender.connected
+
+
+async def ask(sender: Bus, topic: str, size: int) -> None:
+    await sender.request(topic, Ask(text="x" * size), Reply, timeout_s=5)
+
+
 async def test_nobody_listens_is_told_at_once_and_names_the_hop(connect: Connect, topic: str) -> None:
     client = await connect("gateway")
     started = time.monotonic()
