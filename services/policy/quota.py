@@ -111,7 +111,7 @@ def reserve(
     """Count one request and hold its tokens, or say which limit is in the way and for how long.
 
     A reservation that is held already is granted again, from now on, without being counted twice. Where several limits
-    are in the way, the one that takes longest is told.
+    are in the way, the one that takes longest is told. One of no tokens is none of the tokens' limit, whatever the debt.
     """
     state = advance(state, limits, now_us)
     if (held := state.holds.get(reservation_id)) is not None:
@@ -120,7 +120,7 @@ def reserve(
     if limits.tokens_per_minute and tokens > limits.tokens_per_minute:
         return state, Verdict(TOO_LARGE)
     request_wait = _wait(state.request_level, 1, limits.requests_per_minute)
-    token_wait = _wait(state.token_level, state.held + tokens, limits.tokens_per_minute)
+    token_wait = _wait(state.token_level, state.held + tokens, limits.tokens_per_minute) if tokens else 0
     waits = {
         REQUESTS: request_wait,
         TOKENS: token_wait,

@@ -21,20 +21,26 @@ WRONG = ("", "Bearer", "Bearer wrong", "Basic a2V5LWE=", "Bearer  ", "key-a", "B
 PROMPT = "x" * 19  # with the tokenizer's own first one: 20 tokens
 
 
-async def test_op28_what_is_admitted_at_once_fits_the_budget(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize(("limit", "users"), [(250, ("",)), (100, tuple(f"new-{number}" for number in range(10)))])
+async def test_op28_what_is_admitted_at_once_fits_the_budget(
+    redis_server: RedisServer, limit: int, users: tuple[str, ...]
+) -> None:
     hold = asyncio.Event()
-    own = OwnLimits(tokens_per_minute=250)
+    own = OwnLimits(tokens_per_minute=limit)
     async with limited_stack(redis_server.url, own, hold=hold) as limited, bystander(limited.stack, "key-b"):
-        # each of ten may come to 84 tokens or so, and none ends before all are judged: never more than 250 at once
-        body = completion(PROMPT, max_tokens=64)
-        asks = [asyncio.create_task(send(limited.stack, "completions", body)) for _ in range(10)]
+        # nobody of this tenant has ever asked: there is no counter yet that could be read
+        assert await limited.accounts.quota(TENANT) == {}
+        # each of ten may come to 84 tokens or so, and none ends before all are judged: never more than the limit at
+        # once, no matter for whom of its end users the tenant asks
+        bodies = [completion(PROMPT, max_tokens=64, user=users[number % len(users)]) for number in range(10)]
+        asks = [asyncio.create_task(send(limited.stack, "completions", body)) for body in bodies]
         sessions = limited.stack.service.ingress.sessions
         await until(lambda: len(sessions) - 1 + sum(ask.done() for ask in asks) == len(asks))
         hold.set()
         answers = await asyncio.gather(*asks)
         passed = [answer for answer in answers if answer.status_code == 200]
         worst = passed[0].json()["usage"]["prompt_tokens"] + 64
-        assert len(passed) == 250 // worst
+        assert len(passed) == limit // worst
         assert {answer.status_code for answer in answers} == {200, 429}
         # what was reserved and not used is given back
         await limited.nothing_held()

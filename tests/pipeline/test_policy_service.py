@@ -179,6 +179,16 @@ async def test_a_request_that_is_only_counted_holds_nothing_and_makes_no_span(
     assert (refused.code, refused.param) == ("rate_limit_exceeded", "requests_per_minute")
 
 
+async def test_a_request_that_is_only_counted_waits_for_no_tokens_and_pays_no_debt(world: World) -> None:
+    await world.admin.set_limits(DEMO, OwnLimits(requests_per_minute=100, tokens_per_minute=40))
+    await world.admitted("all", num_prompt_tokens=10, max_tokens=30)
+    assert error_of(await world.ask("one", num_prompt_tokens=1, max_tokens=1)).param == "tokens_per_minute"
+    counted = await world.admitted("counted", counts_only=True, num_prompt_tokens=1, max_tokens=1)
+    assert counted.quota is not None
+    assert (counted.quota.held, round(counted.quota.requests)) == (40, 2)
+    assert error_of(await world.ask("one", num_prompt_tokens=1, max_tokens=1)).param == "tokens_per_minute"
+
+
 async def held_by_nobody(world: World) -> bool:
     return not await world.accounts.held_by(DEMO)
 

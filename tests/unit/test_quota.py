@@ -137,6 +137,15 @@ def test_of_several_limits_the_one_that_takes_longest_is_told() -> None:
     assert reserve(state, wide, "b", 1, 59 * SECOND + 1, TTL)[1] == Verdict(quota.PARALLEL, SECOND)
 
 
+def test_what_takes_no_tokens_waits_for_none() -> None:
+    limits = Limits(requests_per_minute=60, tokens_per_minute=100)
+    indebted = QuotaState(token_level=500 * quota.MINUTE_US)
+    assert reserve(indebted, limits, "counted", 0, 0, TTL)[1] == Verdict(quota.OK)
+    assert reserve(indebted, limits, "run", 1, 0, TTL)[1].reason == quota.TOKENS
+    used_up = QuotaState(request_level=60 * quota.MINUTE_US, token_level=500 * quota.MINUTE_US)
+    assert reserve(used_up, limits, "counted", 0, 0, TTL)[1].reason == quota.REQUESTS
+
+
 def test_time_never_runs_backwards() -> None:
     limits = Limits(tokens_per_minute=60)
     state = settle(QuotaState(), limits, "a", 60, 100 * SECOND)

@@ -47,7 +47,7 @@ if token_limit > 0 and tokens > token_limit then
 end
 local waits = {
   {'requests_per_minute', wait(state.requests, 1, request_limit)},
-  {'tokens_per_minute', wait(state.tokens, state.held + tokens, token_limit)},
+  {'tokens_per_minute', tokens > 0 and wait(state.tokens, state.held + tokens, token_limit) or 0},
   {'max_parallel', slot_wait(redis.call('HLEN', KEYS[2]), parallel_limit)},
   {'key_max_parallel', key_limit > 0 and slot_wait(running_of(key), key_limit) or 0},
 }
