@@ -63,7 +63,7 @@ def row_adjustment(sequence: ScheduledSequence, tokens: Sequence[int], mask: Mas
     params = sequence.sampling
     if params is None or not (params.penalizes or params.logit_bias or sequence.banned or mask is not None):
         return None
-    seen = (*sequence.history, *tokens) if params.penalizes else ()
+    seen = (*sequence.history[:], *tokens) if params.penalizes else ()
     prompt = sequence.num_prompt_tokens
     bias = dict(params.logit_bias) | dict.fromkeys(sequence.banned, -math.inf)
     return Adjustment(

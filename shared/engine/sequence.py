@@ -26,6 +26,7 @@ from shared.contracts.tokens import completion_checksum
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import COMPUTED, LENGTH, STOP, CompletedBlock
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence
+from shared.engine.token_prefix import TokenPrefix
 from shared.kv.block_table import BlockTable
 
 
@@ -272,7 +273,7 @@ class Sequence:
             sampling=params if samples else None,
             stored_from=self.num_shared_tokens,
             num_prompt_tokens=spec.num_prompt_tokens,
-            history=tuple(self.tokens[:start]) if samples and self._looks_back else (),
+            history=TokenPrefix(self.tokens, min(start, len(self.tokens))) if samples and self._looks_back else (),
             banned=self._banned(end) if samples and params.min_tokens else (),
             scored=scored,
             score_top=params.prompt_logprobs,

@@ -12,6 +12,7 @@ import msgspec
 
 from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.sampling import SamplingParams
+from shared.engine.token_prefix import TokenPrefix
 
 IN_FLIGHT = -1
 """Stands in `token_ids` for a token that a step still in flight will sample."""
@@ -28,7 +29,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     sampling: SamplingParams | None  # None: rows of logits are computed but nothing is sampled
     stored_from: int = 0  # positions below this are already stored in shared blocks: their KV is not written again
     num_prompt_tokens: int = 0
-    history: tuple[int, ...] = ()  # tokens [0, start), where penalties look at them
+    history: TokenPrefix | tuple[int, ...] = ()  # tokens [0, start), where penalties or a grammar look at them
     banned: tuple[int, ...] = ()  # token ids that may not be drawn in this step
     scored: tuple[int, ...] = ()  # tokens behind the leading rows of logits, whose log-probabilities are wanted
     score_top: int = -1  # the most likely tokens wanted beside each of them
