@@ -15,6 +15,7 @@ from kernels.native.build import SHIPPED
 from services.cli.compose_model import ensure_model
 from services.cli.compose_setup import is_somebodys, nats_key, redis_config, set_up, shares
 from services.cli.credentials import ensure_credentials
+from services.cli.servers import NATS_CORES, nats_cores
 from services.cli.topology import SECRET_FILES
 from shared.contracts.errors import InvalidInput, SettingsError
 from shared.contracts.subjects import SERVICES
@@ -171,6 +172,11 @@ def test_what_containers_are_told_are_settings_there_are() -> None:
         if name not in ("setup", "model", "nats", "redis"):
             told = {key: value for key, value in spec["environment"].items() if value is not None}
             load_settings(env=told, file=ROOT / "baton.toml")
+
+
+def test_nats_has_one_core_unless_more_are_named() -> None:
+    assert resolved()["services"]["nats"]["environment"] == {NATS_CORES: str(nats_cores(2))}
+    assert resolved(BATON_NATS_CORES="4")["services"]["nats"]["environment"] == {NATS_CORES: "4"}
 
 
 def test_another_image_is_named_in_one_place() -> None:
