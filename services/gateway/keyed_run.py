@@ -77,6 +77,7 @@ class KeyedRun:
         self._fenced = False  # it may write no more
         self._gone = False  # nor may anybody else: the record was deleted, or lost
         self._later_prompts = False  # those before them may have been submitted
+        self._closing = False  # the last parts are made
         self._closed = asyncio.Event()
         self._putting = asyncio.Lock()
         self._late: asyncio.Task[None] | None = None
@@ -167,7 +168,7 @@ class KeyedRun:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(KEEP_S)
-            if not self._collect():
+            if self._closing or not self._collect():
                 continue
             try:
                 held = await self._put(i.RUNNING)
@@ -196,7 +197,7 @@ class KeyedRun:
 
     async def _close(self, events: list[bytes]) -> bool:
         """Complete the record with the last events. False: it is another run's now."""
-        state = self._last_state()
+        self._closing, state = True, self._last_state()
         if state == i.DONE:
             self._last = self._last_parts(events)
             self._pending += self._last

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from services.gateway import keyed_run
-from services.gateway.keyed_run import Begun
+from services.gateway.event_log import EventLog
+from services.gateway.keyed_run import Begun, KeyedRun
 from services.gateway.stored_request import StoredRequest
 from services.gateway.stored_run import EVENTS_A_RUN, StoredRun, first_event
 from shared.contracts import idempotency_messages as i
@@ -85,6 +87,34 @@ async def test_what_policy_did_not_hear_of_is_let_go_of_later(monkeypatch: pytes
     policy.away = False
     await made.kept()
     assert policy.states == [i.OPEN]
+
+
+async def test_an_answer_that_is_kept_late_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_run, "KEEP_S", 0.001)
+    monkeypatch.setattr(keyed_run, "LATE_PAUSE_S", 0.01)
+    kept, ending = EventLog(1), False
+
+    async def write(write: i.IdempotencyWrite) -> i.IdempotencyWritten:
+        nonlocal ending
+        if write.state == i.DONE and not ending:
+            ending = True
+            await asyncio.sleep(0.02)  # longer than the pauses in which news are looked for
+            raise Unavailable("policy is away")
+        for part in write.parts:
+            kept.feed(part)
+        return i.IdempotencyWritten(held=True)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"data: 1\n\ndata: 2\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: 3\n\n", "more_body": False})
+
+    state = i.IdempotencyState(request_id=RequestId("req-1"), outcome=i.YOURS, run=1, seed=0, created_s=0)
+    run = KeyedRun(write, TenantId("acme"), IngressId("gw-1"), state)
+    await run.work(Begun(answer))
+    await run.kept()
+    assert kept.complete
+    assert kept.events == run.log.events == [b"data: 1", b"data: 2", b"data: 3"]
 
 
 def test_events_of_runs_have_numbers_of_their_own() -> None:
