@@ -41,6 +41,7 @@ from shared.contracts.errors import (
     NotFound,
     Overloaded,
     QuotaExceeded,
+    Unauthenticated,
     Unavailable,
     to_wire,
 )
@@ -225,10 +226,16 @@ class Stored:
     # ------------------------------------------------------------------------------------------ going on
 
     async def follow(
-        self, identity: Identity, key_hash: bytes, request: StoredRequest, *, cancelled: bool = False
+        self,
+        identity: Identity,
+        key_hash: bytes,
+        request: StoredRequest,
+        *,
+        cancelled: bool = False,
+        refused: BatonError | None = None,
     ) -> Entry:
         """The entry of a response that is there, to which the caller is attached. Where nobody runs it and it has not
-        ended, it is gone on with here, or ended if it was `cancelled`.
+        ended, it is gone on with here; it ends if it was `cancelled` or may not be gone on with, which `refused` says.
 
         Raises NotFound when it was deleted, Unavailable.
         """
@@ -238,8 +245,8 @@ class Stored:
             assert isinstance(run, StoredRun)
             run.request = request
             try:
-                if cancelled:
-                    return _ended(run, None)
+                if cancelled or refused is not None:
+                    return _ended(run, None if cancelled else refused)
                 if run.state.run > MAX_RUNS:
                     raise Internal("the response was begun too often")
                 return await self._again(identity, key_hash, run)
@@ -262,7 +269,9 @@ class Stored:
             kept = await self.store.look(ask.key_hash, ask.request_id)
             request = await self.store.request(ask.key_hash, ask.request_id)
             if kept.found.outcome == i.OPEN and request is not None:
-                entry = await self.follow(identity, ask.key_hash, request, cancelled=kept.found.cancelled)
+                refused = Unauthenticated("the API key it was asked for with was revoked") if ask.revoked else None
+                cancelled = kept.found.cancelled
+                entry = await self.follow(identity, ask.key_hash, request, cancelled=cancelled, refused=refused)
                 entry.detach()
         except BatonError as error:
             return Refusal(error=to_wire(error))

@@ -70,7 +70,7 @@ async def main(runtime: Runtime) -> None:
     unclaimed = UnclaimedHolds(records, accounts, watch, defaults.limits)
     gauge = RunningGauge(runtime.metrics, records, accounts)
     await runtime.stack.enter_async_context(_looking(once.ask_quiet, lost.sweep, unclaimed.sweep, gauge.refresh))
-    await runtime.stack.enter_async_context(_looking(Orphans(runtime.bus, responses, watch).sweep))
+    await runtime.stack.enter_async_context(_looking(Orphans(runtime.bus, records, responses, watch).sweep))
     desk = AdminDesk(runtime.bus, Admin(runtime.bus, redis, records), records, accounts)
     await desk.start()
     runtime.stack.push_async_callback(desk.stop)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from services.policy.ingress_watch import IngressWatch
+from services.policy.records import Records
 from services.policy.responses import BackgroundRun, ResponseRecords
 from shared.bus.bus import NO_RESPONDERS, Bus
 from shared.contracts import response_messages as r
 from shared.contracts import subjects
-from shared.contracts.errors import BatonError, from_wire
+from shared.contracts.errors import BatonError, Forbidden, from_wire
 from shared.contracts.ids import RequestId
 from shared.contracts.messages import Refusal
 
@@ -45,9 +46,15 @@ class Orphans:
     """Looks after them. Several processes may do the same: whoever claims a response first runs it."""
 
     def __init__(
-        self, bus: Bus, kept: ResponseRecords, watch: IngressWatch, clock: Callable[[], float] = time.monotonic
+        self,
+        bus: Bus,
+        records: Records,
+        kept: ResponseRecords,
+        watch: IngressWatch,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
+        self._records = records
         self._kept = kept
         self._watch = watch
         self._clock = clock
@@ -77,8 +84,8 @@ class Orphans:
         return self._offered.get(run.request_id, _NEVER).refusals
 
     async def _offer(self, run: BackgroundRun) -> None:
-        ask = r.ResponseAdopt(key_hash=run.key_hash, request_id=run.request_id)
         try:
+            ask = await self._asked(run)
             reply = await self._bus.request(subjects.RESPONSES_ADOPT, ask, r.ResponseAdopted | Refusal, timeout_s=ASK_S)
             if isinstance(reply, Refusal):
                 raise from_wire(reply.error)
@@ -89,3 +96,16 @@ class Orphans:
             else:
                 self._offered[run.request_id] = _Offered(self._offered_s(run), self._refusals(run) + 1)
             log.warning("response of request %s is not gone on with yet: %s", run.request_id, error.message)
+
+    async def _asked(self, run: BackgroundRun) -> r.ResponseAdopt:
+        """What a gateway is asked: to go on with it, or to end it when its key was revoked.
+
+        Raises Forbidden while its tenant has no key: nobody could look at it either.
+        """
+        key = await self._records.key(run.key_hash)
+        if key is not None and not key.revoked:
+            return r.ResponseAdopt(key_hash=run.key_hash, request_id=run.request_id)
+        living = (key for key in await self._records.keys() if key.tenant == run.tenant and not key.revoked)
+        if (other := next(living, None)) is None:
+            raise Forbidden("its tenant has no key")
+        return r.ResponseAdopt(key_hash=bytes.fromhex(other.hash), request_id=run.request_id, revoked=True)

@@ -18,6 +18,8 @@ from shared.contracts.ids import IngressId, RequestId, TenantId
 MAX_RESPONSES_BYTES = 512 * 1024 * 1024
 """A tenant whose responses take so much, as they are stored, stores no more."""
 RUNNING_S = 86400
+LOOKED_AT_ONCE = 256
+"""Records of responses in the background read in one round trip to Redis."""
 _ANY_BYTES = 2**53
 STORAGE_LIMIT = "storage_limit_exceeded"
 
@@ -31,6 +33,7 @@ _INPUT, _FIND, _DELETE, _CANCEL = (
 class BackgroundRun:
     """A response in the background that has not ended. `owner` runs it; None: nobody does."""
 
+    tenant: TenantId
     request_id: RequestId
     key_hash: bytes
     owner: IngressId | None
@@ -115,17 +118,25 @@ class ResponseRecords(IdempotencyRecords):
 
     async def in_background(self) -> list[BackgroundRun]:
         """Those of every tenant that have not ended. Those that have are forgotten here."""
-        found = []
-        for field, key_hash in _pairs(await self._redis.execute("HGETALL", self._background)):
-            tenant, _, name = field.decode().partition("/")
-            request_id = RequestId(name)
-            record = self._keys(TenantId(tenant), request_id)[0]
-            made, owner, state = await self._redis.execute("HMGET", record, "id", "owner", "state")
-            if made is None or made.decode() != request_id or state.decode() == i.DONE:
-                await self._redis.execute("HDEL", self._background, field)
+        listed = _pairs(await self._redis.execute("HGETALL", self._background))
+        found: list[BackgroundRun] = []
+        for first in range(0, len(listed), LOOKED_AT_ONCE):
+            found += await self._still_in_background(listed[first : first + LOOKED_AT_ONCE])
+        return found
+
+    async def _still_in_background(self, listed: Sequence[tuple[bytes, bytes]]) -> list[BackgroundRun]:
+        names = [_named(field) for field, _ in listed]
+        looks = [("HMGET", self._keys(*name)[0], "id", "owner", "state") for name in names]
+        found, ended = [], []
+        for (field, key_hash), name, is_now in zip(listed, names, await self._redis.transaction(looks), strict=True):
+            made, owner, state = is_now
+            if made is None or made.decode() != name[1] or state.decode() == i.DONE:
+                ended.append(field)
                 continue
             owned = IngressId(owner.decode()) if state.decode() == i.RUNNING else None
-            found.append(BackgroundRun(request_id, bytes.fromhex(key_hash.decode()), owned))
+            found.append(BackgroundRun(*name, bytes.fromhex(key_hash.decode()), owned))
+        if ended:
+            await self._redis.execute("HDEL", self._background, *ended)
         return found
 
     @property
@@ -154,6 +165,11 @@ class ResponseRecords(IdempotencyRecords):
 def no_such_response(request_id: RequestId) -> NotFound:
     """What is missing, deleted, or another tenant's: all look alike."""
     return NotFound(f"there is no response 'resp_{request_id.removeprefix('req-')[:64]}'", param="response_id")
+
+
+def _named(field: bytes) -> tuple[TenantId, RequestId]:
+    tenant, _, request_id = field.decode().partition("/")
+    return TenantId(tenant), RequestId(request_id)
 
 
 def _pairs(flat: Sequence[bytes] | Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:

@@ -72,6 +72,7 @@ class ResponseAdopt(Message, frozen=True, kw_only=True):
 
     key_hash: bytes
     request_id: RequestId
+    revoked: bool = False  # the key it was asked for with was; `key_hash` is another of the tenant's: end it
 
 
 class ResponseAdopted(Message, frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ from tests.tiny_tokenizer import tiny_tokenizer
 MODEL = "tiny"
 GATEWAY = IngressId("gateway-1")
 FIRST_WORKER = WorkerId("decode-1")
-KEYS = {"key-a": "tenant-a", "key-b": "tenant-b", "key-admin": "admin"}
+KEYS = {"key-a": "tenant-a", "key-a2": "tenant-a", "key-b": "tenant-b", "key-admin": "admin"}
 HEADERS = {"authorization": "Bearer key-a"}
 TOKENIZER = tiny_tokenizer()
 EOS = 2

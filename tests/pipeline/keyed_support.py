@@ -158,7 +158,7 @@ async def keyed_world(redis: RedisStore, count: int = 2, **options: Any) -> Asyn
     desk = IdempotencyDesk(policy_bus, records, kept, watch)
     stored = ResponsesDesk(policy_bus, records, responses, watch)
     lost = LostIngresses(records, accounts, (kept, responses), watch, Limits())
-    offers = Orphans(policy_bus, responses, watch)
+    offers = Orphans(policy_bus, records, responses, watch)
     ids = [IngressId(f"gateway-{number}") for number in range(1, count + 1)]
     backend = SharedBackend(broker, ingress=ids[0], ingresses=ids, **options)
     await desk.start()

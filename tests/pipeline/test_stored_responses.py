@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from services.gateway import stored as stored_module
 from services.gateway.stored_run import EVENTS_A_RUN
+from services.policy.tenants import KeyRecord
 from shared.contracts.errors import QuotaExceeded, Unavailable
 from shared.store.redis_store import RedisStore, connect_redis
 from tests.pipeline.gateway_support import MODEL, default_output
@@ -463,6 +466,40 @@ async def test_what_a_dead_gateway_ran_is_gone_on_with(redis: RedisStore, stream
         (settle,) = await world.settled(1)
         assert settle.attempt.epoch == two.attempt.epoch
         asked.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_dead_gateway_ran_under_a_key_that_was_revoked_has_failed(redis: RedisStore, stream: bool) -> None:
+    hold = asyncio.Event()
+    async with keyed_world(redis, hold=hold) as world:
+        first, second = world.gateways
+        # Given one in the background whose key was revoked, while its tenant has another
+        async with ai_of(world, 1, "key-a2") as ai:
+            body = {"model": MODEL, "input": "hi", "background": True, "stream": stream}
+            asked = asyncio.create_task(first.post("responses", body))
+            await world.backend.sent()
+            (session,) = first.service.ingress.sessions.values()
+            made = f"resp_{session.request_id.removeprefix('req-')}"
+            await until(has_status(ai, made, "in_progress"))
+            revoked = hashlib.sha256(b"key-a").hexdigest()
+            await world.policy_records.change_key(revoked, lambda old: replace_key(old, revoked=True))
+            # When its gateway dies
+            await first.kill()
+            # Then it has failed soon, and says why
+            await gone_on(world, ai, made, "failed")
+            failed = await ai.responses.retrieve(made)
+            assert failed.error is not None
+            assert "was revoked" in failed.error.message
+            assert len(world.backend.submits) == 1
+            if stream:
+                (event,) = events(await get(second, f"{made}?stream=true", "key-a2"))
+                assert event["type"] == "response.failed"
+        asked.cancel()
+
+
+def replace_key(old: KeyRecord | None, *, revoked: bool) -> KeyRecord:
+    assert old is not None
+    return msgspec.structs.replace(old, revoked=revoked)
 
 
 @pytest.mark.parametrize("stream", [False, True])

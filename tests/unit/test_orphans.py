@@ -7,13 +7,15 @@ from typing import Any
 from services.policy.ingress_watch import IngressWatch
 from services.policy.orphans import AGAIN_S, MOST_AGAIN_S, Orphans
 from services.policy.responses import BackgroundRun
+from services.policy.tenants import KeyRecord
 from shared.bus.bus import NO_RESPONDERS
 from shared.contracts import response_messages as r
 from shared.contracts.errors import BatonError, Overloaded, Unavailable, to_wire
-from shared.contracts.ids import IngressId, RequestId
+from shared.contracts.ids import IngressId, RequestId, TenantId
 from shared.contracts.messages import Refusal
 
 OWNER = IngressId("gateway-1")
+TENANT, KEY = TenantId("acme"), bytes(32)
 
 
 class _World:
@@ -26,13 +28,22 @@ class _World:
         self.refused: BatonError | None = None
         self.offers: list[RequestId] = []
         self.watch = IngressWatch()
-        self.orphans = Orphans(self, self, self.watch, lambda: self.now)  # type: ignore[arg-type]
+        self.owners = [KeyRecord("first", TENANT, KEY.hex())]
+        self.asked: list[r.ResponseAdopt] = []
+        self.orphans = Orphans(self, self, self, self.watch, lambda: self.now)  # type: ignore[arg-type]
 
     async def in_background(self) -> list[BackgroundRun]:
         return self.runs
 
+    async def key(self, key_hash: bytes) -> KeyRecord | None:
+        return next((key for key in self.owners if key.hash == key_hash.hex()), None)
+
+    async def keys(self) -> list[KeyRecord]:
+        return self.owners
+
     async def request(self, subject: str, ask: r.ResponseAdopt, reply: Any, timeout_s: float) -> Any:
         self.offers.append(ask.request_id)
+        self.asked.append(ask)
         if self.error is not None:
             raise self.error
         return r.ResponseAdopted() if self.refused is None else Refusal(error=to_wire(self.refused))
@@ -47,7 +58,7 @@ class _World:
 
 
 def run(number: int, owner: IngressId | None = None) -> BackgroundRun:
-    return BackgroundRun(RequestId(f"req-{number}"), b"key", owner)
+    return BackgroundRun(TENANT, RequestId(f"req-{number}"), KEY, owner)
 
 
 async def test_what_a_living_gateway_runs_is_left_to_it_until_it_is_lost() -> None:
@@ -95,3 +106,16 @@ async def test_many_that_nobody_can_take_leave_others_their_turn() -> None:
     world.refused = Overloaded("full")
     await world.sweeps(13)
     assert len(set(world.offers)) == 100
+
+
+async def test_one_whose_key_was_revoked_is_ended_under_another_of_its_tenants() -> None:
+    world = _World(run(1))
+    world.owners = [
+        KeyRecord("first", TENANT, KEY.hex(), revoked=True),
+        KeyRecord("other", TenantId("other"), bytes([1] * 32).hex()),
+        KeyRecord("old", TENANT, bytes([2] * 32).hex(), revoked=True),
+    ]
+    assert await world.sweeps(int(AGAIN_S)) == 0  # nobody could look at it
+    world.owners.append(KeyRecord("second", TENANT, bytes([3] * 32).hex()))
+    assert await world.sweeps(int(2 * AGAIN_S)) >= 1
+    assert {(ask.key_hash, ask.revoked) for ask in world.asked} == {(bytes([3] * 32), True)}
