@@ -154,7 +154,8 @@ static void NAME(attention_item)(const void *argument, long item, int thread) {
     const query_unit *unit = &p->units[item / p->pool.kv_heads];
     const long head = item % p->pool.kv_heads;
     if (unit->split < 0) {
-        NAME(attend_alone)(p, &p->pieces[unit->piece], head, thread);
+        const query_piece *piece = &p->pieces[unit->piece];
+        if (piece->wanted || !p->wanted_only) NAME(attend_alone)(p, piece, head, thread);
         return;
     }
     query_range next = {0};

@@ -37,8 +37,8 @@ static void NAME(count_pieces)(const baton_model *model, const baton_step *step,
 /* Pieces of every sequence: those of sequences with few tokens first, then the others, the last and longest of a
  * sequence first.
  * Returns how many are of the first kind; `partials`: how many partial results these need, in tokens. */
-static long NAME(make_pieces)(const baton_model *model, const baton_step *step, const baton_group *group, long count,
-                              query_piece *all, long *partials) {
+static long NAME(make_pieces)(const baton_model *model, const baton_step *step, const baton_group *group,
+                              const char *wanted, long count, query_piece *all, long *partials) {
     const long most = NAME(piece_tokens)(model);
     query_piece *few = all, *many = all + count;
     *partials = 0;
@@ -50,6 +50,7 @@ static long NAME(make_pieces)(const baton_model *model, const baton_step *step, 
             piece.table = group->tables + group->table_starts[i];
             piece.seen = (piece.position + 1) / group->block_size;
             piece.splits = pieces(piece.position + piece.tokens, SPLIT);
+            piece.wanted = memchr(wanted + piece.row, 1, (size_t)piece.tokens) != NULL;
             if (tokens <= FEW_TOKENS) {
                 piece.partial = *partials;
                 *partials += piece.splits * piece.tokens;
@@ -109,9 +110,10 @@ static long NAME(most_together)(const baton_model *model, const query_piece *all
     return larger(1, smaller(for_threads, PIECE_ROWS / NAME(group_of)(model)));
 }
 
-static void NAME(plan_group)(const baton_model *model, const baton_step *step, const baton_group *group, long count,
-                             int threads, query_piece *all, query_unit *units, attention_plan *plan, long *partials) {
-    long few = NAME(make_pieces)(model, step, group, count, all, partials), splits = 0;
+static void NAME(plan_group)(const baton_model *model, const baton_step *step, const baton_group *group,
+                             const char *wanted, long count, int threads, query_piece *all, query_unit *units,
+                             attention_plan *plan, long *partials) {
+    long few = NAME(make_pieces)(model, step, group, wanted, count, all, partials), splits = 0;
     query_unit *end = units;
     qsort(all, (size_t)few, sizeof *all, NAME(by_table));
     for (long i = few; i < count; i++) *end++ = (query_unit){i, 1, -1, 0};
@@ -133,11 +135,14 @@ static int NAME(plan_attention)(baton_team *team, const baton_model *model, cons
     query_piece *all = team_memory(team, -1, PIECES, groups * (size_t)count * sizeof(query_piece));
     query_unit *units = team_memory(team, -1, UNITS, groups * (size_t)most_units * sizeof(query_unit));
     uint64_t *ended = team_memory(team, -1, ENDED, groups * counters * sizeof(uint64_t));
-    if (!all || !units || !ended) return NO_MEMORY;
+    char *wanted = team_memory(team, -1, WANTED, (size_t)step->num_tokens);
+    if (!all || !units || !ended || !wanted) return NO_MEMORY;
     memset(ended, 0, groups * counters * sizeof(uint64_t));
+    memset(wanted, 0, (size_t)step->num_tokens);
+    for (long i = 0; i < step->num_logits; i++) wanted[step->logit_rows[i]] = 1;
     for (long g = 0; g < step->num_groups; g++) {
-        NAME(plan_group)(model, step, &step->groups[g], count, team_size(team), all + g * count, units + g * most_units,
-                         &plans[g], &rows);
+        NAME(plan_group)(model, step, &step->groups[g], wanted, count, team_size(team), all + g * count,
+                         units + g * most_units, &plans[g], &rows);
         plans[g].ended = ended + (size_t)g * counters;
     }
     *partials = team_memory(team, -1, PARTIALS,

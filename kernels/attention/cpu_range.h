@@ -16,6 +16,7 @@ typedef struct {
     long seen;                  /* whole blocks that all its rows see */
     long splits;
     long partial; /* of few tokens: index of its first partial result; or -1 */
+    int wanted;   /* one of its rows has its logits wanted */
 } query_piece;
 
 typedef struct {
@@ -35,6 +36,7 @@ typedef struct {
     baton_team *team;
     long num_units, q_stride, q_bytes, y_stride, group; /* q_bytes: of a number of q */
     float scale;
+    int wanted_only; /* of long pieces: nobody looks at what the others would be */
 } NAME(attention);
 
 /* Keys `first` .. `last` of a split that rows first_row .. first_row + rows of a tile read from one table. */

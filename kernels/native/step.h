@@ -7,7 +7,7 @@
 #include "native/threads.h"
 
 /* The team's memory. */
-enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, UNITS, PARTIALS, ENDED, QUANTIZED, QUICK };
+enum { SUMS, NORMED, QKV, HEADS, GATED, PICKED, PIECES, UNITS, PARTIALS, ENDED, WANTED, QUANTIZED, QUICK };
 
 #include "activation/cpu_kernel.h"
 #include "attention/cpu_plan.h"
@@ -139,7 +139,7 @@ static NAME(attention) NAME(attention_of)(const baton_model *model, const baton_
     };
 }
 
-static void NAME(attend)(NAME(run) *run, const baton_layer *layer) {
+static void NAME(attend)(NAME(run) *run, const baton_layer *layer, int wanted_only) {
     const baton_group *group = &run->step->groups[layer->group];
     const attention_plan *plan = &run->plans[layer->group];
     NAME(attention) attention = NAME(attention_of)(run->model, group, layer->index, plan, run->partials, run->team);
@@ -147,6 +147,7 @@ static void NAME(attend)(NAME(run) *run, const baton_layer *layer) {
     attention.q_stride = run->qkv_stride;
     attention.y = run->heads;
     attention.y_stride = run->heads_stride;
+    attention.wanted_only = wanted_only;
     NAME(all)(run, plan->num_units * run->model->kv_heads, NAME(attention_item), &attention);
 }
 
@@ -199,7 +200,7 @@ static void NAME(program)(void *argument, baton_team *team, int thread) {
         NAME(rotate_and_store)(run, layer);
         const int last = i == model->num_layers - 1;
         if (last && !step->num_logits) return;
-        NAME(attend)(run, layer);
+        NAME(attend)(run, layer, last);
         const element *heads = run->heads;
         long heads_stride = run->heads_stride;
         if (last) {
