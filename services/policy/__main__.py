@@ -18,6 +18,7 @@ from services.policy.ingress_watch import IngressWatch
 from services.policy.lost_ingresses import LostIngresses
 from services.policy.metrics import RunningGauge
 from services.policy.orphans import Orphans
+from services.policy.purges import Purges
 from services.policy.records import Records
 from services.policy.responses import ResponseRecords
 from services.policy.responses_desk import ResponsesDesk
@@ -71,6 +72,9 @@ async def main(runtime: Runtime) -> None:
     gauge = RunningGauge(runtime.metrics, records, accounts)
     await runtime.stack.enter_async_context(_looking(once.ask_quiet, lost.sweep, unclaimed.sweep, gauge.refresh))
     await runtime.stack.enter_async_context(_looking(Orphans(runtime.bus, records, responses, watch).sweep))
+    purges = Purges(runtime.bus, redis, (kept, responses))
+    await purges.start()
+    runtime.stack.push_async_callback(purges.stop)
     desk = AdminDesk(runtime.bus, Admin(runtime.bus, redis, records), records, accounts)
     await desk.start()
     runtime.stack.push_async_callback(desk.stop)
