@@ -120,7 +120,7 @@ def parse_packing(fields: Fields) -> Packing | None:
     if not isinstance(raw, dict):
         raise fields.error(FIELD, f"{raw!r} is not an object")
     inner = fields.within(FIELD, raw)
-    method = raw.get("quant_method")
+    method = raw.get("quant_method") or raw.get("method")  # GPTQModel's newer name
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise inner.error("quant_method", f"{method!r} is not supported, only {', '.join(_READERS)}")
@@ -131,7 +131,10 @@ def _gptq(fields: Fields) -> Packing:
     raw = fields.raw
     written = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     if written not in ("gptq", "gptq_v2"):
-        raise fields.error("checkpoint_format", f"{written!r} is not supported, only gptq and gptq_v2")
+        raise fields.error(
+            "checkpoint_format" if raw.get("checkpoint_format") else "format",
+            f"{written!r} is not supported, only gptq and gptq_v2",
+        )
     if raw.get("is_marlin_format"):
         raise fields.error("is_marlin_format", "weights in Marlin's order are not supported")
     if raw.get("lm_head"):

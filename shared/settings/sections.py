@@ -147,7 +147,7 @@ class EngineSettings(Section):
     quant: Quantization = Field(
         "none",
         description="weights of layers as integers, by native kernels or on a GPU; int4 has groups of 32 inputs; w8a8 "
-        "and fp8 round rows too, on a GPU only",
+        "and fp8 round rows too, on a GPU only; none: as the checkpoint has them",
     )
     exact: bool = Field(
         False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ Written = tuple[Path, Path, dict[str, Integers]]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers, whose products have 128 or 256 inputs."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    """A model of one layer, whose products have 128 or 256 inputs."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
     return make_tiny_model(tmp_path_factory.mktemp("plain") / "model", tie_word_embeddings=False, **sizes)
 
 
@@ -72,9 +73,15 @@ def written(plain: Path, base: Path, form: Form) -> Written:
     return base / "packed", base / "floats", write(plain, base / "packed", base / "floats", form)
 
 
+@pytest.fixture(scope="module")
+def written_once(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(plain, tmp_path_factory.mktemp("gptq"), Form())[0]
+
+
 @pytest.fixture
-def gptq(plain: Path, tmp_path: Path) -> Path:
-    return written(plain, tmp_path, Form())[0]
+def gptq(written_once: Path, tmp_path: Path) -> Path:
+    """A checkpoint that may be changed."""
+    return Path(shutil.copytree(written_once, tmp_path / "packed"))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=IDS)
@@ -101,7 +108,8 @@ def test_every_integer_and_value_is_the_files_own(plain: Path, tmp_path: Path, f
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[6], FORMS[7], FORMS[11]], ids=lambda form: form.method)
 def test_logits_are_those_of_the_values(plain: Path, tmp_path: Path, form: Form) -> None:
-    packed, floats, _ = written(plain, tmp_path, replace(form, floats=("layers.1.mlp.down",)))
+    mixed = ("mlp.down",) if form.method == "awq" else ()
+    packed, floats, _ = written(plain, tmp_path, replace(form, floats=mixed))
     token_ids = random_tokens(40, 320, seed=1)
     with torch.no_grad():
         expected = reference_logits(reference_model(floats, "float32"), token_ids)
@@ -151,6 +159,7 @@ def test_a_zero_of_nought_is_stored_with_a_borrow() -> None:
         ({"group_size": True}, "group_size", "True is not supported"),
         ({"bits": 8}, "group_size", "32 is not supported with 8 bits, only -1"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format", "only gptq and gptq_v2"),
+        ({"checkpoint_format": None, "format": "gptq_p"}, "format", "'gptq_p' is not supported"),
         ({"is_marlin_format": True}, "is_marlin_format", "not supported"),
         ({"lm_head": True}, "lm_head", "output head"),
         ({"quant_method": "awq", "version": "gemv"}, "version", "'gemv' is not supported, only gemm"),
@@ -245,7 +254,7 @@ def test_eight_bits_with_a_zero_of_their_own_are_refused(plain: Path, tmp_path: 
 def test_biases_that_are_there_for_nothing_change_nothing(gptq: Path, tmp_path: Path) -> None:
     token_ids = random_tokens(8, 320, seed=1)
     before = our_logits(load_decoder(gptq, "float32", "torch"), "float32", token_ids, tmp_path)
-    change_tensors(gptq, {f"{Q}.bias": torch.zeros(128), "model.layers.1.mlp.up_proj.bias": torch.zeros(256)})
+    change_tensors(gptq, {f"{Q}.bias": torch.zeros(128), "model.layers.0.mlp.up_proj.bias": torch.zeros(256)})
     assert torch.equal(our_logits(load_decoder(gptq, "float32", "torch"), "float32", token_ids, tmp_path), before)
 
 
@@ -326,3 +335,17 @@ def test_packed_weights_are_kept_and_found_again(plain: Path, tmp_path: Path, mo
     monkeypatch.setattr("shared.model.weights.unpacked", None)  # nothing is read of the checkpoint again
     again = our_logits(load_decoder(gptq, "float32", "native", threads=1), "float32", token_ids, tmp_path)
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize(
+    ("told", "packing"),
+    [
+        ({"method": "gptq", "format": "gptq_v2", "bits": 4, "group_size": 128}, Packing("gptq", 4, 128)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, Packing("gptq", 4, 0, less_one=True)),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}, Packing("awq", 4, 64)),
+        ({"method": "awq", "format": "gemm", "bits": 4, "group_size": 32}, Packing("awq", 4, 32)),
+    ],
+)
+def test_other_writers_words(gptq: Path, told: dict[str, Any], packing: Packing) -> None:
+    change_config(gptq, quantization_config=told)
+    assert load_config(gptq).packing == packing
