@@ -14,7 +14,7 @@ from shared.engine.batching_policy import make_policy
 from shared.engine.engine import Engine
 from shared.engine.fake_runner import FakeRunner
 from shared.engine.sequence_update import SequenceUpdate
-from tests.unit.test_batcher import fifty, make_batcher, make_spec, output_of, shape
+from tests.unit.batcher_support import fifty, make_batcher, make_spec, output_of, shape
 
 
 def admitted(policy: Any, ready: str, now: float, live: str = "") -> str:

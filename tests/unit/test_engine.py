@@ -16,7 +16,7 @@ from shared.engine.fake_runner import FakeRunner, made_up_token
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepObservation
-from tests.unit.test_batcher import make_batcher, make_spec
+from tests.unit.batcher_support import make_batcher, make_spec
 
 WAIT_S = 10.0
 

@@ -13,7 +13,7 @@ from shared.engine.batcher import Batcher
 from shared.engine.block_room import NeverFits
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
-from tests.unit.test_batcher import BLOCK, fifty, make_batcher, make_spec, output_of, run_dry, tag_all
+from tests.unit.batcher_support import BLOCK, fifty, make_batcher, make_spec, output_of, run_dry, tag_all
 
 PROMPT = 3 * BLOCK + 2
 

@@ -20,7 +20,7 @@ from shared.engine.sequence import Sequence
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepPlan
-from tests.unit.test_batcher import (
+from tests.unit.batcher_support import (
     BLOCK,
     fifty,
     make_batcher,

@@ -19,7 +19,7 @@ from shared.engine.sequence import Sequence as Held
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepObservation, StepTimeModel
-from tests.unit.test_batcher import BLOCK, EOS, constant, make_batcher, make_spec, output_of, used
+from tests.unit.batcher_support import BLOCK, EOS, constant, make_batcher, make_spec, output_of, used
 
 WAIT_S = 30.0
 
