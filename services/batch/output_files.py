@@ -11,6 +11,7 @@ import msgspec
 from services.batch.records import ItemResult
 from shared.contracts.batch_messages import FILE_CHUNK_BYTES
 from shared.contracts.ids import BatchId
+from shared.text.line_ends import in_lines
 
 ITEM_MESSAGES = {
     "batch_cancelled": "the batch was cancelled before this line had a result",
@@ -35,7 +36,7 @@ def result_line(batch_id: BatchId, number: int, result: ItemResult) -> bytes:
     name = hashlib.blake2b(f"{batch_id} {number}".encode(), digest_size=16).hexdigest()
     # a line of the queue may have had no usable custom_id
     line = {"id": f"batch_req_{name}", "custom_id": result.custom_id or None, "response": response, "error": error}
-    return msgspec.json.encode(line)
+    return in_lines(msgspec.json.encode(line))
 
 
 def unfinished(custom_id: str, code: str) -> ItemResult:

@@ -63,8 +63,8 @@ class Line:
     request: GenerationRequest
 
 
-def parse_line(line: bytes) -> Line:
-    """One line of a batch, also of the queue. Raises LineFault."""
+def parse_line(line: bytes, endpoint: str = "") -> Line:
+    """One line of a batch with this endpoint, or of the queue, which has none. Raises LineFault."""
     fields = _fields(line)
     custom_id = _custom_id(fields)
     method, url = _text(fields, "method"), _text(fields, "url")
@@ -72,6 +72,8 @@ def parse_line(line: bytes) -> Line:
         raise LineFault("invalid_method", 'method must be "POST"', "method")
     if url not in ENDPOINTS:
         raise LineFault("invalid_url", f"url must be one of {', '.join(ENDPOINTS)}", "url")
+    if endpoint and url != endpoint:
+        raise LineFault("invalid_url", f"url must be the batch's endpoint, {endpoint}", "url")
     if "body" not in fields:
         raise LineFault("missing_required_parameter", "body is required", "body")
     body = bytes(fields["body"])
@@ -205,13 +207,11 @@ class Validator:
         if line is None:
             raise LineFault("line_too_long", f"a line has at most {self._splitter.max_bytes} bytes")
         try:
-            parsed = parse_line(line)
+            parsed = parse_line(line, self._endpoint)
         except LineFault:
             self._unique(custom_id_of(line), number)
             raise
         self._unique(parsed.custom_id, number)
-        if parsed.url != self._endpoint:
-            raise LineFault("invalid_url", f"url must be the batch's endpoint, {self._endpoint}", "url")
         self._one_model(parsed.request.model)
         tokens = self._tokens(parsed.request)
         self.tokens += tokens

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import msgspec
 
 from services.gateway.chunks import ChunkWriter, error_frame
-from services.gateway.line_ends import in_lines
 from shared.contracts.errors import BatonError, InvalidInput
 from shared.ingress import messages_request
 from shared.ingress.answer import Answered, logprobs_of, told_tier, whole_answer, whole_pieces
@@ -18,6 +17,7 @@ from shared.ingress.messages_body import MessageWriter
 from shared.ingress.responses_body import Event, ResponseWriter
 from shared.ingress.responses_request import named_here
 from shared.ingress.responses_schema import InputItem, ResponsesRequest
+from shared.text.line_ends import in_lines
 
 _encode = msgspec.json.encode
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from services.gateway.event_log import DATA, EventLog, Place, Reach, is_plain, json_of, text_of
-from services.gateway.line_ends import in_lines
 from shared.contracts.errors import Conflict
+from shared.text.line_ends import in_lines
 
 NOTHING = Reach()
 

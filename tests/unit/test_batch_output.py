@@ -41,6 +41,14 @@ def test_a_line_is_one_line_and_its_id_is_stable_and_its_own() -> None:
     assert json.loads(lines[0])["id"] != json.loads(lines[2])["id"]
 
 
+def test_a_line_holds_no_other_line_end_that_readers_of_lines_know() -> None:
+    text = "a\u2028b\u2029c\u0085dü"
+    line = result_line(BATCH, 1, ItemResult(text, 200, "req-1", f'{{"x":"{text}"}}'.encode())).decode()
+    assert len(line.splitlines()) == 1
+    found = json.loads(line)
+    assert (found["custom_id"], found["response"]["body"]["x"]) == (text, text)
+
+
 def test_chunks_are_full_but_for_the_last() -> None:
     chunks = Chunks(chunk_bytes=10)
     lines = [b"abc", b"x" * 35, b"", b"yy"]

@@ -107,6 +107,7 @@ BAD: list[tuple[str, bytes, tuple[str, str]]] = [
     ("GET", line("b", method="GET"), ("invalid_method", "method")),
     ("no url", line("b", drop="url"), ("missing_required_parameter", "url")),
     ("another url", line("b", url="/v1/completions", body={"model": "tiny", "prompt": "x"}), ("invalid_url", "url")),
+    ("another url, and a body that is not its own", line("b", url="/v1/completions"), ("invalid_url", "url")),
     ("an unknown url", line("b", url="/v1/embeddings"), ("invalid_url", "url")),
     ("no body", line("b", drop="body"), ("missing_required_parameter", "body")),
     ("a body that is text", line("b", body="text"), ("invalid_json", "body")),
