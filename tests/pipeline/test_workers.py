@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import subprocess
 import sys
 import threading
@@ -17,23 +16,25 @@ from shared.bus.bus import Delivery
 from shared.bus.memory_bus import MemoryBus
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import ProtocolError
-from shared.contracts.ids import BlockTag, Term, WorkerId
+from shared.contracts.ids import BlockTag, Term
 from shared.contracts.parts import ExtendedRun, GroupTags, StreamRecord
 from shared.contracts.sampling import SamplingParams
-from shared.contracts.tokens import completion_checksum, pack_tokens, unpack_tokens
-from shared.engine.fake_runner import made_up_token
+from shared.contracts.tokens import completion_checksum, pack_tokens
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.security.grant_signature import GrantSigner
 from shared.telemetry import attributes as a
 from shared.telemetry.setup import Telemetry
-from tests.pipeline.worker_support import INGRESS, Cell, attempt, cell, options, signed_grant, until
-
-PROMPT = list(range(100, 130))
-
-
-def expected(prompt: list[int], count: int, seed: int = 0) -> list[int]:
-    return [made_up_token(seed, p, range(1000, 9000)) for p in range(len(prompt), len(prompt) + count)]
+from tests.pipeline.worker_support import (
+    INGRESS,
+    PROMPT,
+    attempt,
+    cancel,
+    cell,
+    expected,
+    options,
+    signed_grant,
+    until,
+)
 
 
 async def test_local_and_handed_off_give_the_same_tokens(tmp_path: Path) -> None:
@@ -151,215 +152,6 @@ async def test_refusals_say_why(tmp_path: Path) -> None:
         await c.driver.idle([c.decode_id])
 
 
-async def cancel(c: Cell, request: str, *, epoch: int = 1, dispatch: int = 1) -> m.Cancelled:
-    message = m.Cancel(attempt=attempt(request, epoch, dispatch), reason="client")
-    answer: m.Cancelled = await c.driver.bus.request(
-        subjects.decode(c.decode_id, "cancel"), message, m.Cancelled, timeout_s=5
-    )
-    return answer
-
-
-async def test_cancel_frees_and_fences(tmp_path: Path) -> None:
-    async with cell(options(tmp_path, fake_speed=1.0)) as c:
-        long = SamplingParams(max_tokens=100, ignore_eos=True)
-        await c.driver.reserve(c.decode_id, PROMPT, sampling=long)
-        await until(lambda: len(c.driver.output()) > 3)
-        answer = await cancel(c, "req-a")
-        assert answer.held
-        assert answer.totals is not None
-        assert answer.totals.completion_tokens >= 3
-        assert not (await cancel(c, "req-a")).held
-        refused = await c.driver.reserve(c.decode_id, PROMPT)
-        assert isinstance(refused, m.Refusal)
-        assert refused.error.code == "Conflict/older_attempt"
-        await c.driver.idle([c.decode_id])
-
-
-async def test_cancel_while_kv_is_awaited(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id)
-        assert (await cancel(c, "req-a")).held
-        await c.driver.idle([c.decode_id])
-
-
-async def test_finish_cuts_and_books_the_rest_as_waste(tmp_path: Path) -> None:
-    async with cell(options(tmp_path, fake_speed=1.0)) as c:
-        long = SamplingParams(max_tokens=100, ignore_eos=True)
-        await c.driver.reserve(c.decode_id, PROMPT, sampling=long)
-        await until(lambda: len(c.driver.output()) > 6)
-        message = m.Finish(attempt=attempt(), choice=0, num_tokens=4)
-        subject = subjects.decode(c.decode_id, "finish")
-        answer = await c.driver.bus.request(subject, message, m.Finished, timeout_s=5)
-        assert answer.held
-        assert answer.totals.completion_tokens == 4
-        assert answer.totals.wasted_tokens > 0
-        assert answer.totals.checksum == completion_checksum(expected(PROMPT, 4))
-        again = await c.driver.bus.request(subject, message, m.Finished, timeout_s=5)
-        assert not again.held
-        await c.driver.idle([c.decode_id])
-
-
-async def test_finish_after_the_end_cuts_the_same_account(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        c.driver.ack_finals = False
-        await c.driver.reserve(c.decode_id, PROMPT)
-        await c.driver.final()
-        message = m.Finish(attempt=attempt(), choice=0, num_tokens=5)
-        answer = await c.driver.bus.request(subjects.decode(c.decode_id, "finish"), message, m.Finished, timeout_s=5)
-        assert answer.held
-        assert answer.totals.completion_tokens == 5
-        assert answer.totals.wasted_tokens == 7
-        assert answer.totals.checksum == completion_checksum(expected(PROMPT, 5))
-
-
-async def test_replay_and_finals_until_acknowledged(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        c.driver.ack_finals = False
-        await c.driver.reserve(c.decode_id, PROMPT)
-        await c.driver.final()
-        ask = m.StreamReplay(attempt=attempt(), choice=0, from_seq=5)
-        answer = await c.driver.bus.request(subjects.decode(c.decode_id, "replay"), ask, m.StreamReplayed, timeout_s=5)
-        assert [t for r in answer.records for t in unpack_tokens(r.token_ids)] == expected(PROMPT, 12)[5:]
-        assert answer.records[-1].finish == "length"
-        c.driver.finals.clear()
-        c.driver.ack_finals = True
-        await c.driver.final(timeout_s=5)
-        await until(lambda: len(c.decode.book.held) == 0)
-        answer = await c.driver.bus.request(subjects.decode(c.decode_id, "replay"), ask, m.StreamReplayed, timeout_s=5)
-        assert not answer.held
-
-
-async def test_a_newer_epoch_goes_on_with_what_runs(tmp_path: Path) -> None:
-    async with cell(options(tmp_path, fake_speed=0.5)) as c:
-        sampling = SamplingParams(max_tokens=30, ignore_eos=True)
-        await c.driver.reserve(c.decode_id, PROMPT, sampling=sampling)
-        await until(lambda: len(c.driver.output()) > 5)
-        committed = c.driver.output()[:4]
-        answer = await c.driver.reserve(
-            c.decode_id,
-            PROMPT + committed,
-            a=attempt(epoch=2),
-            sampling=sampling,
-            num_prompt_tokens=len(PROMPT),
-        )
-        assert isinstance(answer, m.Reserved)
-        assert answer.already_running
-        assert not (await cancel(c, "req-a", epoch=1)).held
-        final = await c.driver.final()
-        assert final.attempt == attempt(epoch=2)
-        assert c.driver.output() == expected(PROMPT, 30)
-        assert final.totals is not None
-        assert final.totals.computed_tokens < 65, "nothing was computed twice"
-
-
-async def test_a_resumed_request_goes_on_with_its_sequence_numbers(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        committed = expected(PROMPT, 5)
-        c.driver.tokens[attempt().request_id] = dict(enumerate(committed))
-        await c.driver.reserve(c.decode_id, PROMPT + committed, a=attempt(epoch=2), num_prompt_tokens=len(PROMPT))
-        final = await c.driver.final()
-        assert c.driver.output() == expected(PROMPT, 12)
-        assert final.totals is not None
-        assert final.totals.completion_tokens == 12
-        assert final.totals.checksum == completion_checksum(expected(PROMPT, 12))
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "eos", "finish"), [(5, False, "length"), (4, False, "length"), (12, True, "stop")]
-)
-async def test_a_resumed_request_with_nothing_left_ends_at_once(
-    tmp_path: Path, max_tokens: int, eos: bool, finish: str
-) -> None:
-    async with cell(options(tmp_path)) as c:
-        committed = expected(PROMPT, 5)
-        if eos:
-            core = c.decode.shell.core
-            core.facts = replace(core.facts, eos_token_ids=frozenset({committed[-1]}))
-        answer = await c.driver.reserve(
-            c.decode_id,
-            PROMPT + committed,
-            a=attempt(epoch=2),
-            num_prompt_tokens=len(PROMPT),
-            sampling=SamplingParams(max_tokens=max_tokens),
-            prefill=c.prefill_id,
-        )
-        assert isinstance(answer, m.Reserved)
-        assert answer.already_running, "no prefill leg is needed"
-        final = await c.driver.final()
-        assert (final.finish, final.first_seq, final.token_ids) == (finish, 5, b"")
-        assert final.totals is not None
-        assert final.totals.completion_tokens == 5
-        assert final.totals.checksum == completion_checksum(committed)
-        await until(lambda: not c.decode.book.held)
-        await c.driver.idle([c.decode_id])
-
-
-async def test_a_new_placement_releases_the_old_source_under_its_attempt(tmp_path: Path) -> None:
-    releases: list[m.HandoffRelease] = []
-    async with cell(options(tmp_path)) as c:
-        subject = subjects.handoff(c.prefill_id, "release")
-        await c.driver.bus.subscribe(subject, m.HandoffRelease, lambda d: releases.append(d.message))
-        await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id)
-        await c.driver.reserve(c.decode_id, PROMPT, a=attempt(dispatch=2), prefill=WorkerId("prefill-2"))
-        await until(lambda: bool(releases))
-        assert releases[0].attempt == attempt(dispatch=1)
-        await cancel(c, "req-a", dispatch=2)
-        await c.driver.idle([c.decode_id])
-
-
-async def test_a_reservation_cancelled_while_it_waits_for_the_one_before_is_refused(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        engine, gate = c.decode.shell.core.engine, threading.Event()
-        engine.call(lambda batcher: gate.wait(5))  # the planner answers nothing meanwhile
-        reserves = [asyncio.create_task(c.driver.reserve(c.decode_id, PROMPT, a=attempt(dispatch=d))) for d in (1, 2)]
-        await until(lambda: len(c.decode.book.table) == 1)
-        await until(lambda: c.decode.book.table.attempts == (attempt(dispatch=2),))
-        cancelled = asyncio.create_task(cancel(c, "req-a", dispatch=2))
-        await until(lambda: not c.decode.book.held)
-        gate.set()
-        assert [type(answer) for answer in await asyncio.gather(*reserves)] == [m.Refusal, m.Refusal]
-        assert (await cancelled).held
-        assert not c.decode.book.held, "it would run for nobody"
-        await c.driver.idle([c.decode_id])
-
-
-async def test_a_newer_epoch_survives_the_refusal_of_the_one_before(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        engine, gate = c.decode.shell.core.engine, threading.Event()
-        big = SamplingParams(max_tokens=200, ignore_eos=True)
-        await c.driver.reserve(c.decode_id, PROMPT, sampling=big, a=attempt("req-big"))
-        engine.call(lambda batcher: gate.wait(5))
-        first = asyncio.create_task(c.driver.reserve(c.decode_id, PROMPT, sampling=big))
-        await until(lambda: attempt().request_id in c.decode.book.held)
-        cancelled = asyncio.create_task(cancel(c, "req-a"))
-        await until(lambda: attempt().request_id not in c.decode.book.held)
-        second = asyncio.create_task(c.driver.reserve(c.decode_id, PROMPT[:4], a=attempt(epoch=2)))
-        await until(lambda: attempt().request_id in c.decode.book.held)
-        gate.set()
-        assert isinstance(await first, m.Refusal)
-        await cancelled
-        assert isinstance(await second, m.Reserved)
-        await c.driver.final()
-        assert c.driver.output() == expected(PROMPT[:4], 12)
-        await cancel(c, "req-big")
-
-
-async def test_a_prefill_cancelled_while_it_is_refused_ends_quietly(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        engine, gate = c.prefill.shell.core.engine, threading.Event()
-        reserved = m.Reserved(incarnation=c.decode.shell.incarnation, num_cached_tokens=0, lease_token=b"x" * 16)
-        engine.call(lambda batcher: gate.wait(5))
-        run = asyncio.create_task(c.driver.run(c.prefill_id, c.decode_id, PROMPT * 10, reserved))
-        await until(lambda: len(c.prefill.table) == 1)
-        message = m.Cancel(attempt=attempt(), reason="client")
-        await c.driver.bus.request(subjects.prefill(c.prefill_id, "cancel"), message, m.Cancelled, timeout_s=5)
-        gate.set()
-        answer = await run
-        assert isinstance(answer, m.Refusal)
-        assert (answer.error.code, answer.never) == ("Overloaded/NeverFits", True)
-        await c.driver.idle([c.prefill_id])
-
-
 async def test_a_prompt_beyond_the_context_is_refused_by_prefill_too(tmp_path: Path) -> None:
     async with cell(options(tmp_path)) as c:
         core = c.prefill.shell.core
@@ -380,53 +172,6 @@ async def test_a_fault_in_a_reservation_is_answered_and_leaves_nothing(tmp_path:
         assert not c.decode.book.held
         assert isinstance(await c.driver.reserve(c.decode_id, PROMPT), m.Reserved)
         await c.driver.final()
-
-
-async def test_a_finish_inside_the_prompt_is_refused(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        c.driver.ack_finals = False
-        await c.driver.reserve(c.decode_id, PROMPT)
-        await c.driver.final()
-        message = m.Finish(attempt=attempt(), choice=0, num_tokens=-1)
-        with pytest.raises(ProtocolError):
-            await c.driver.bus.request(subjects.decode(c.decode_id, "finish"), message, m.Finished, timeout_s=5)
-
-
-async def test_a_newer_dispatch_keeps_pulled_blocks(tmp_path: Path) -> None:
-    slow = options(tmp_path, fake_speed=0.2)
-    async with cell(options(tmp_path), slow) as c:
-        first = await c.driver.reserve(c.decode_id, PROMPT, prefill=c.prefill_id)
-        assert isinstance(first, m.Reserved)
-        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, first)
-        held = c.decode.book.held[attempt().request_id]
-        await until(lambda: held.sink is not None and held.sink.contiguous > 0)
-        second = await c.driver.reserve(c.decode_id, PROMPT, a=attempt(dispatch=2), prefill=c.prefill_id)
-        assert isinstance(second, m.Reserved)
-        assert not second.already_running
-        assert second.num_cached_tokens > 0
-        assert second.lease_token != first.lease_token
-        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, second, a=attempt(dispatch=2))
-        await c.driver.final()
-        assert c.driver.output() == expected(PROMPT, 12)
-        await c.driver.idle([c.decode_id, c.prefill_id])
-        await c.check()
-
-
-async def test_prefill_fences_and_refuses(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        reserved = m.Reserved(incarnation=c.decode.shell.incarnation, num_cached_tokens=0, lease_token=b"x" * 16)
-        a2 = attempt(dispatch=2)
-        assert isinstance(
-            await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, a=a2, term=5), m.PrefillAccepted
-        )
-        # The decode worker does not hold it: it releases the source at the first commit.
-        await c.driver.idle([c.prefill_id], timeout_s=4)
-        late = await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, a=attempt(dispatch=1), term=5)
-        assert isinstance(late, m.Refusal)
-        assert late.error.code == "Conflict/older_attempt"
-        lower = await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, a=attempt(dispatch=3), term=4)
-        assert isinstance(lower, m.Refusal)
-        assert lower.error.code == "Conflict/lower_term"
 
 
 async def test_tags_are_announced_and_hit(tmp_path: Path) -> None:
@@ -485,41 +230,11 @@ async def test_beats_and_listings_say_what_is_held(tmp_path: Path) -> None:
         await cancel(c, "req-a")
 
 
-async def test_stopping_ends_what_runs_with_an_error(tmp_path: Path) -> None:
-    async with cell(options(tmp_path, fake_speed=0.2)) as c:
-        await c.driver.reserve(c.decode_id, PROMPT, sampling=SamplingParams(max_tokens=150, ignore_eos=True))
-        await until(lambda: len(c.driver.output()) > 2)
-        stopping = asyncio.create_task(c.decode.stop(0.3))
-        await until(lambda: c.driver.beats[c.decode_id].draining)
-        refused = await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-b"))
-        assert isinstance(refused, m.Refusal)
-        final = await c.driver.final()
-        assert (final.finish, final.error is not None and final.error.code) == (
-            "error",
-            "Unavailable/worker_stopping",
-        )
-        await stopping
-
-
 async def test_tokens_of_several_steps_go_out_together_and_with_the_end(tmp_path: Path) -> None:
     async with cell(options(tmp_path, pool_bytes=100 * 16, publish_interval_s=5.0)) as c:
         await c.local(PROMPT, a=attempt(), sampling=SamplingParams(max_tokens=60, ignore_eos=True))
         assert (sum(c.driver.pieces), c.driver.pieces[0]) == (60, 1)
         assert len(c.driver.pieces) < 30
-
-
-async def test_a_stop_takes_the_tokens_with_it_that_wait(tmp_path: Path) -> None:
-    async with cell(options(tmp_path, pool_bytes=400 * 16, fake_speed=0.2, publish_interval_s=60.0)) as c:
-        await c.driver.reserve(c.decode_id, PROMPT, sampling=SamplingParams(max_tokens=150, ignore_eos=True))
-        engine = c.decode.shell.core.engine
-        await until(lambda: len(c.driver.output()) > 0, 30)
-        begun = engine.progress
-        await until(lambda: engine.progress > begun + 3, 30)
-        await c.decode.stop(0.0)
-        final = await c.driver.final()
-        assert final.totals is not None
-        assert final.totals.completion_tokens == len(c.driver.output()) > 2
-        assert len(final.token_ids) // 4 == len(c.driver.output()) - 1
 
 
 async def test_tokens_do_not_wait_for_a_step_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,63 +259,6 @@ async def test_tokens_do_not_wait_for_a_step_that_hangs(tmp_path: Path, monkeypa
             go.set()
         await c.driver.final()
         assert len(c.driver.output()) == 60
-
-
-async def test_each_choice_ends_for_itself(tmp_path: Path) -> None:
-    async with cell(options(tmp_path, pool_bytes=400 * 16)) as c:
-        sampling = tuple(SamplingParams(max_tokens=8 + 4 * i, seed=i, ignore_eos=True) for i in range(3))
-        message = m.Reserve(
-            attempt=attempt(),
-            term=Term(1),
-            ingress_id=INGRESS,
-            grant=signed_grant("req-a"),
-            token_ids=pack_tokens(PROMPT),
-            num_prompt_tokens=len(PROMPT),
-            sampling=sampling,
-            prefill_worker=c.prefill_id,
-        )
-        records: list[StreamRecord] = []
-        await c.driver.bus.subscribe(
-            subjects.stream(INGRESS), m.StreamFrame, lambda d: records.extend(d.message.records)
-        )
-        c.driver.ack_finals = False
-        c.driver.held.add(attempt().request_id)
-        answer = await c.driver.bus.request(
-            subjects.decode(c.decode_id, "reserve"), message, m.Reserved | m.Refusal, timeout_s=5
-        )
-        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, answer)
-        await until(lambda: {r.choice for r in records if r.finish} == {0, 1, 2})
-        for i in range(3):
-            first = {r.first_seq: r.token_ids for r in records if r.choice == i and r.token_ids}
-            tokens = [t for _, ids in sorted(first.items()) for t in unpack_tokens(ids)]
-            assert tokens == expected(PROMPT, 8 + 4 * i, seed=i)
-        assert len(c.decode.book.table) == 0
-        await c.driver.bus.request(
-            subjects.decode(c.decode_id, "ack"), m.FinalAck(attempts=(attempt(),)), m.FinalAcked, timeout_s=5
-        )
-        await c.driver.idle([c.decode_id, c.prefill_id])
-        await c.check()
-
-
-async def test_rows_that_are_not_finite_end_with_an_error(tmp_path: Path) -> None:
-    async with cell(options(tmp_path)) as c:
-        core = c.decode.shell.core
-        run = core.engine._runner.run
-        steps = itertools.count()
-
-        def spoil(plan: StepPlan) -> StepOutput:
-            output = run(plan)
-            return replace(output, bad_rows=frozenset({0})) if next(steps) == 5 else output
-
-        core.engine._runner.run = spoil  # type: ignore[method-assign]
-        await c.driver.reserve(c.decode_id, PROMPT)
-        final = await c.driver.final()
-        assert final.finish == "error"
-        assert final.error is not None
-        assert final.error.code == "Internal/engine_error"
-        assert final.totals is not None
-        await c.driver.idle([c.decode_id])
-        await c.check()
 
 
 async def test_a_failed_prefill_is_computed_here(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from shared.contracts.ids import Dispatch, Epoch, IngressId, RequestId, TenantId
 from shared.contracts.parts import GroupTags, StreamRecord
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens, unpack_tokens
+from shared.engine.fake_runner import made_up_token
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
@@ -33,6 +34,7 @@ from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
 from shared.telemetry.metrics import Metrics
 
 INGRESS = IngressId("gw-1")
+PROMPT = list(range(100, 130))
 SIGNER = GrantSigner(Ed25519PrivateKey.generate())
 VERIFIER = GrantVerifier(by_id([SIGNER.public_key]))
 
@@ -327,3 +329,15 @@ async def cell(
         await prefill.stop(0.5)
         await driver.stop()
         assert list(decode_options.kv_dir.iterdir()) == [], "pool files were left"
+
+
+def expected(prompt: list[int], count: int, seed: int = 0) -> list[int]:
+    return [made_up_token(seed, p, range(1000, 9000)) for p in range(len(prompt), len(prompt) + count)]
+
+
+async def cancel(c: Cell, request: str, *, epoch: int = 1, dispatch: int = 1) -> m.Cancelled:
+    message = m.Cancel(attempt=attempt(request, epoch, dispatch), reason="client")
+    answer: m.Cancelled = await c.driver.bus.request(
+        subjects.decode(c.decode_id, "cancel"), message, m.Cancelled, timeout_s=5
+    )
+    return answer
