@@ -8,9 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from loadtest.closed_loop import Arrivals, Job, LoopResult
+from loadtest.http_stream import post
 from shared.contracts.errors import Unavailable
 
 REQUEST_LIMIT_S = 600.0
@@ -41,46 +40,42 @@ def run_http(
 
 
 async def _run(url: str, arrivals: Arrivals, common: Mapping[str, Any], key: str) -> LoopResult:
-    # a connection each: llama-server may close a kept one just as the next request is written to it
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     waiting = iter(enumerate(arrivals.jobs))
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=REQUEST_LIMIT_S, limits=limits) as client:
-        arrivals.start = time.perf_counter()
+    arrivals.start = time.perf_counter()
 
-        async def one_after_another() -> None:
-            for number, job in waiting:
-                await _stream(client, number, job, common, arrivals)
+    async def one_after_another() -> None:
+        for number, job in waiting:
+            await _stream(f"{url}/v1/completions", headers, number, job, common, arrivals)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(arrivals.concurrency, len(arrivals.jobs))):
-                    group.create_task(one_after_another())
-        except ExceptionGroup as failed:
-            first = failed.exceptions[0]
-            raise Unavailable(f"{url}: {first!r}") if isinstance(first, httpx.HTTPError) else first from failed
-        return arrivals.close(time.perf_counter())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(arrivals.concurrency, len(arrivals.jobs))):
+                group.create_task(one_after_another())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    return arrivals.close(time.perf_counter())
 
 
 async def _stream(
-    client: httpx.AsyncClient, number: int, job: Job, common: Mapping[str, Any], arrivals: Arrivals
+    url: str, headers: Mapping[str, str], number: int, job: Job, common: Mapping[str, Any], arrivals: Arrivals
 ) -> None:
     body = {"prompt": list(job.prompt), "max_tokens": job.max_tokens, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}} | dict(common)
-    arrivals.submitted(number, time.perf_counter())
     seen, total = 0, None  # tokens
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            said = (await response.aread()).decode(errors="replace")[:300]
-            raise Unavailable(f"{response.request.url}: HTTP {response.status_code}: {said}")
-        async for line in response.aiter_lines():
-            text, told = read_event(line)
-            total = told if told is not None else total
-            if text and (new := min(job.max_tokens, seen + 1 if told is None else told) - seen) > 0:
-                seen += new
-                arrivals.came(number, new, time.perf_counter())
+
+    def hear(line: str) -> None:
+        nonlocal seen, total
+        text, told = read_event(line)
+        total = told if told is not None else total
+        if text and (new := min(job.max_tokens, seen + 1 if told is None else told) - seen) > 0:
+            seen += new
+            arrivals.came(number, new, time.perf_counter())
+
+    arrivals.submitted(number, time.perf_counter())
+    await post(url, headers, json.dumps(body).encode(), hear, REQUEST_LIMIT_S)
     if total is None:
-        raise Unavailable(f"{client.base_url}: an answer ended without its usage")
+        raise Unavailable(f"{url}: an answer ended without its usage")
     # those without text of their own, such as half a character, and those that came together and were not told apart
     if seen < total:
         arrivals.came(number, total - seen, time.perf_counter())

@@ -439,7 +439,7 @@ def test_the_loop_over_http_counts_tokens_without_a_text(url: str) -> None:
         run_http(url, even_jobs(3, 4, 7, 1000), 2, "m", {})
     with pytest.raises(Unavailable, match="503: not now"):
         run_http(url, even_jobs(3, 4, 9, 1000), 2, "m", {})
-    with pytest.raises(Unavailable, match="ConnectError"):
+    with pytest.raises(Unavailable, match="ConnectionRefusedError"):
         run_http("http://127.0.0.1:9", even_jobs(1, 4, 4, 1000), 1, "m", {})
 
 
