@@ -1,6 +1,7 @@
 """`python -m loadtest.gateway`: what the gateway costs, between clients and a worker that takes no time.
 
-Real gateway processes and a real nats-server; policy, scheduler and worker are `loadtest/gateway_backend.py`. Measured
+Real gateway processes and a real nats-server, as `./baton up` starts them; policy, scheduler and worker are
+`loadtest/gateway_backend.py`, which like the clients runs without a garbage collector. All share the machine. Measured
 are the latency a request finds at a steady rate and what of it is the gateway's own, the tokens one process streams,
 what a flood of wrong keys costs a stream beside it, and how several processes share a port. It takes about two minutes.
 """
@@ -9,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,8 @@ def _measured(kind: str, stack: GatewayStack, step_s: float, load: Any) -> tuple
     with stack.backend(step_s) as sent:
         time.sleep(WARM_S)
         others, before = ForeignLoad(), [processor_s(pid) for pid in stack.gateways]
-        heard, seconds, refused = uvloop.run(load)
+        with _no_garbage_collector():
+            heard, seconds, refused = uvloop.run(load)
         used = [processor_s(pid) - start for pid, start in zip(stack.gateways, before, strict=True)]
         foreign = others.cores()
     whole = [one for one in heard if one.whole]
@@ -101,6 +104,17 @@ def _measured(kind: str, stack: GatewayStack, step_s: float, load: Any) -> tuple
     shares = [round(one / seconds, 3) for one in used]
     row = {"kind": kind, **figures, "refused": refused, "gateway_cores": shares, "foreign_cores": foreign}
     return row, heard
+
+
+@contextmanager
+def _no_garbage_collector() -> Iterator[None]:
+    """The clients' own would be in what they measure."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 Load = tuple[list[Heard], float, int]

@@ -87,6 +87,7 @@ def gateway_stack(count: int, settings: Mapping[str, str], *, timed: bool = Fals
             TIMES_VARIABLE: str(times),
             "BATON_GATEWAY_PORT": str(port),
             "BATON_LOG_LEVEL": "warning",
+            "TOKENIZERS_PARALLELISM": "false",  # as `./baton up` has it
             **settings,
         }
         gateways, inner = [], stack.enter_context(ExitStack())
