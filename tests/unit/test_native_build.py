@@ -449,6 +449,7 @@ def test_no_sanitizer_finds_anything(tmp_path: Path, dtype: str) -> None:
     files = [
         "tests/unit/test_native_kernels.py",
         "tests/unit/test_native_attention.py",
+        "tests/unit/test_native_halves.py",
         "tests/unit/test_native_quant.py",
         "tests/unit/test_native_sampling.py",
     ]
