@@ -31,6 +31,7 @@ from shared.engine.engine_parts import PendingStep
 from shared.engine.sampling_lines import PlainRows, SamplingLines, StepLines, wants_logprobs
 from shared.engine.step_plan import StepOutput, StepPlan
 from shared.grammar.row_masks import RowMasks
+from shared.kv.device_memory import OutOfDeviceMemory
 
 RecordLogits = Callable[[str, int, Tensor], None]
 """Called as (seq_id, absolute position of the row, [vocab_size] logits): for proofs; the host then waits in a step."""
@@ -195,10 +196,13 @@ def failures(stream: DeviceStream, when: str) -> Iterator[None]:
 
     Raises:
         DeviceLost: the device has failed.
-        Internal: a launch was refused, or there was no memory for it.
+        OutOfDeviceMemory: it has no memory for what was to be launched.
+        Internal: a launch was refused.
     """
     try:
         yield
+    except torch.OutOfMemoryError as exc:
+        raise OutOfDeviceMemory(f"the GPU has no memory {when}: {exc}") from exc
     except (RuntimeError, TritonError, KernelArgumentError) as exc:
         if isinstance(exc, torch.AcceleratorError) or not stream.answers():
             raise DeviceLost(f"the device failed {when}: {exc}") from exc

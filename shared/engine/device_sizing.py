@@ -123,7 +123,7 @@ class Steps:
 
         Raises:
             Internal: a step gave something that is not a number.
-            torch.OutOfMemoryError: there is no room for them.
+            OutOfDeviceMemory: there is no room for them.
         """
         kinds = [self._chunk(), self._chunks()] + ([self._decodes(), self._scored()] if self._samples else [])
         number = 0

@@ -46,6 +46,7 @@ log = logging.getLogger("baton.worker")
 
 _LOCK_NAME = "gpu.lock"
 _TRIES = 5
+_NO_ROOM = (torch.OutOfMemoryError, OutOfDeviceMemory)
 
 
 def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
@@ -77,7 +78,7 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         try:
             needed = measure_steps(model, groups, limits)
             pool, steps = _fitted(options, worker, model, groups, limits, weights, needed, masks)
-        except torch.OutOfMemoryError as exc:
+        except _NO_ROOM as exc:
             raise SettingsError(
                 f"the GPU has no room for this model's steps: {exc}", param="engine.token_budget"
             ) from exc
@@ -142,7 +143,7 @@ def _fitted(
             steps.burst()
             warm(pool.bytes, layout)
             torch.cuda.synchronize(device)  # streams that use the pool wait for no other
-        except (torch.OutOfMemoryError, OutOfDeviceMemory) as exc:
+        except _NO_ROOM as exc:
             log.warning("a KV pool of %d bytes does not fit beside the steps: %s", size, exc)
             _give_back(steps, pool)
             size = int(size * SHRINK)

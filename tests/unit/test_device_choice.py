@@ -27,6 +27,7 @@ from shared.engine.device_worker import DeviceSteps
 from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerOptions, open_worker_engine
 from shared.kv import device_memory
+from shared.kv.device_memory import OutOfDeviceMemory
 from shared.kv.device_pool import PoolHandle, read_handle
 from shared.kv.device_spans import span_of, zero_rest_on_device
 from shared.kv.digest import DIGEST_BYTES
@@ -177,7 +178,7 @@ class Stream:
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True, DeviceLost),
         (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), False, DeviceLost),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), True, Internal),
-        (torch.OutOfMemoryError("CUDA out of memory"), True, Internal),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, OutOfDeviceMemory),
         (OutOfResources(300000, 232448, "shared memory"), True, Internal),
         (KernelArgumentError("x has shape [1]"), True, Internal),
     ],

@@ -19,7 +19,8 @@ from shared.contracts.errors import SettingsError
 from shared.contracts.ids import BlockGeneration, Dispatch, Epoch, Incarnation, RequestId, WorkerId
 from shared.contracts.parts import BlockRef
 from shared.engine import device_sizing, device_worker
-from shared.engine.device_compute import StepLimits
+from shared.engine.device_batch import StepShape
+from shared.engine.device_compute import DeviceCompute, StepLimits
 from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
 from shared.kv import device_pool, device_transfer
@@ -157,6 +158,42 @@ def test_what_a_card_cannot_do_is_told(
     with pytest.raises(SettingsError, match=words) as error:
         opened(folder, tmp_path, **changes)
     assert error.value.param == param
+    assert not list(tmp_path.glob("*.kvpool"))
+
+
+@pytest.mark.usefixtures("card")
+def test_a_pool_that_leaves_no_room_for_steps_is_made_smaller(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest steps run out of memory beside the first pool, not beside the second."""
+    launch, sizes = DeviceCompute.mixed, list[int]()
+
+    def mixed(self: DeviceCompute, plan: StepPlan, shape: StepShape) -> Tensor:
+        sizes.append(self.pools[0].values.shape[0])
+        if len(set(sizes)) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(self, plan, shape)
+
+    monkeypatch.setattr(DeviceCompute, "mixed", mixed)
+    core = opened(folder, tmp_path)
+    wanted = (1 << 20) // core.facts.layout.groups[0].span_bytes
+    assert sizes[0] == wanted
+    assert core.facts.layout.num_blocks == (
+        int((1 << 20) * device_sizing.SHRINK) // core.facts.layout.groups[0].span_bytes,
+    )
+    core.stop(WAIT_S)
+
+
+@pytest.mark.usefixtures("card")
+def test_steps_without_room_beside_any_pool_are_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mixed(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DeviceCompute, "mixed", mixed)
+    with pytest.raises(SettingsError, match="no room for a KV pool beside this model's steps"):
+        opened(folder, tmp_path)
     assert not list(tmp_path.glob("*.kvpool"))
 
 

@@ -18,6 +18,7 @@ from kernels.testing import DEVICE, INTERPRETED
 from shared.contracts.errors import Internal
 from shared.contracts.sampling import SamplingParams
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepOutput
+from shared.kv.device_memory import OutOfDeviceMemory
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
 from tests.device_models import BLOCKS, FAMILIES, GREEDY, TOKENS, VOCAB, Runs, llama, part, save
 
@@ -169,7 +170,7 @@ def test_a_launch_that_fails_half_way_keeps_the_inputs_the_device_may_still_read
     inputs = runs.runner._slots[0].inputs
     with monkeypatch.context() as patch:
         patch.setattr(runs.runner._compute, "mixed", no_room)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(OutOfDeviceMemory, match="no memory before step 1: no room"):
             runs.run(part("a", [5, 9], 0, BLOCKS[0]))
     sent = inputs.clone()
     assert bool(sent.any())
