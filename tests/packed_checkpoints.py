@@ -129,6 +129,7 @@ def configuration(form: Form) -> dict[str, Any]:
         return {"quant_method": "gptq", "checkpoint_format": form.version, **told}
     weights = {"num_bits": form.bits, "type": "int", "symmetric": form.sym}
     weights |= {"strategy": "channel"} if form.group == -1 else {"strategy": "group", "group_size": form.group}
+    weights |= {"actorder": "group"} if form.act_order else {}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     told = {"format": "pack-quantized", "config_groups": groups, "ignore": ["lm_head"]}
     return {"quant_method": "compressed-tensors", **told}

@@ -116,8 +116,7 @@ def is_dead_bias(name: str, config: ModelConfig) -> bool:
 def _is_part(
     path: Path, name: str, found: tuple[tuple[int, ...], str], config: ModelConfig, expected: Mapping[str, Shape]
 ) -> bool:
-    """Whether a tensor is a sound part of a matrix that is kept as integers. Raises SettingsError for one that is not
-    sound."""
+    """Whether a tensor is a part of a matrix that is kept as integers. Raises SettingsError for one that cannot be."""
     matrix, part = split(name)
     if part and matrix in expected and matrix.endswith("_proj.weight"):
         _check_part(path, name, found, expected[matrix])
@@ -127,9 +126,9 @@ def _is_part(
     matrix, end = config.packing.split(name)
     if not end or matrix not in expected or not is_matrix(matrix):
         return False
-    should = config.packing.parts(expected[matrix]).get(end)
-    if should is None or found[0] != should.shape or found[1] not in should.dtypes:
-        wanted = "nothing of it" if should is None else f"{' or '.join(should.dtypes)} of shape {should.shape}"
+    should = config.packing.parts(expected[matrix])[end]
+    if found[0] != should.shape or found[1] not in should.dtypes:
+        wanted = f"{' or '.join(should.dtypes)} of shape {should.shape}"
         told = f"{found[1]} of shape {found[0]} should be {wanted}, a matrix {expected[matrix]} by {FIELD}"
         raise SettingsError(f"{path}: {name}: {told}", param=name)
     return True

@@ -50,6 +50,7 @@ class Packing:
         group: inputs that share a scale and a zero: 32, 64 or 128; 0 for all of a row.
         less_one: zeros are stored less one: GPTQ's first version.
         symmetric: of compressed-tensors: no zeros are stored, they are the middle.
+        ordered: inputs are grouped in an order of their own, which the files must tell; they may at any rate.
     """
 
     method: Method
@@ -57,6 +58,7 @@ class Packing:
     group: int
     less_one: bool = False
     symmetric: bool = False
+    ordered: bool = False
 
     @property
     def name(self) -> str:
@@ -91,7 +93,7 @@ class Packing:
                 Part((out, groups), _FLOATS),
                 Part((2,), _INDICES),
                 Part((-(-out // self.per), groups), _INTEGERS, required=not self.symmetric),
-                Part((inputs,), _INDICES, required=False),
+                Part((inputs,), _INDICES, required=self.ordered),
             ]
         else:
             words = (inputs, self._words(out)) if self.method == "awq" else (self._words(inputs), out)
@@ -99,7 +101,7 @@ class Packing:
                 Part(words, _INTEGERS),
                 Part((groups, self._words(out)), _INTEGERS),
                 Part((groups, out), _FLOATS),
-                Part((inputs,), _INDICES, required=False),
+                Part((inputs,), _INDICES, required=self.ordered),
             ]
         return dict(zip(_ENDS[self.method], found, strict=False))
 
@@ -140,7 +142,8 @@ def _gptq(fields: Fields) -> Packing:
     if raw.get("lm_head"):
         raise fields.error("lm_head", "an output head of integers is not supported")
     bits = _bits(fields, "bits")
-    return Packing("gptq", bits, _group(fields, "group_size", bits), less_one=written == "gptq")
+    group = _group(fields, "group_size", bits)
+    return Packing("gptq", bits, group, less_one=written == "gptq", ordered=fields.flag("desc_act") and group > 0)
 
 
 def _awq(fields: Fields) -> Packing:
@@ -186,7 +189,7 @@ def _compressed(fields: Fields) -> Packing:
         raise told.error("symmetric", f"{symmetric!r} is not true or false")
     if bits == 8 and not symmetric:
         raise told.error("symmetric", "false is not supported with 8 bits")
-    return Packing("compressed-tensors", bits, size, symmetric=symmetric)
+    return Packing("compressed-tensors", bits, size, symmetric=symmetric, ordered=weights.get("actorder") == "group")
 
 
 def _bits(fields: Fields, field: str) -> int:

@@ -349,3 +349,13 @@ def test_packed_weights_are_kept_and_found_again(plain: Path, tmp_path: Path, mo
 def test_other_writers_words(gptq: Path, told: dict[str, Any], packing: Packing) -> None:
     change_config(gptq, quantization_config=told)
     assert load_config(gptq).packing == packing
+
+
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_an_order_that_is_told_of_must_be_there(plain: Path, tmp_path: Path, method: str) -> None:
+    packed, _, _ = written(plain, tmp_path, Form(method, act_order=True))
+    name = f"{Q}.g_idx" if method == "gptq" else f"{Q}.weight_g_idx"
+    change_tensors(packed, {name: None})
+    with pytest.raises(SettingsError, match="is missing from") as error:
+        load_decoder(packed, "float32", "torch")
+    assert error.value.param == name
