@@ -105,7 +105,8 @@ static void parts(const uint8_t *in, int count) {
     put(edge + n - 128, 128);
     store_halves(edge = at_the_edge(2 * n), mask, w);
     put(edge + 2 * n - 128, 128);
-    store_float16(edge = at_the_edge(2 * n), mask, higher(v, fill(-1e9f))); /* no NaN, whose bits are anybody's */
+    const lanes number = lanes_of(and_words(w, fill_words((int32_t)0xff7fffff))); /* bits of a NaN are anybody's */
+    store_float16(edge = at_the_edge(2 * n), mask, number);
     put(edge + 2 * n - 128, 128);
 }
 
