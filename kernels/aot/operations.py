@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Make = Callable[..., "Variant"]
 HIDDEN, WIDTH, VOCAB, EXPERTS = 4096, 14336, 128256, 8
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
-_SM90 = ((9, 0),)
+FLOAT8 = ((8, 9), (9, 0))
+"""Chips that have float8."""
 
 
 def variants(make: Make) -> Iterator[Variant]:
@@ -58,7 +59,7 @@ def _rotary(make: Make) -> Iterator[Variant]:
         yield make(f"rotary-store-{head_dim}", lambda d=head_dim: _rotate(d, _BF16))
     yield make("rotary-store-128-norm", lambda: _rotate(128, _BF16, with_norm=True))
     yield make("rotary-store-128-int8", lambda: _rotate(128, torch.int8))
-    yield make("rotary-store-128-float8_e4m3fn", lambda: _rotate(128, _FP8), chips=_SM90)
+    yield make("rotary-store-128-float8_e4m3fn", lambda: _rotate(128, _FP8), chips=FLOAT8)
 
 
 def _rotate(head_dim: int, kv_dtype: torch.dtype, with_norm: bool = False) -> None:
@@ -79,7 +80,7 @@ def _rotate(head_dim: int, kv_dtype: torch.dtype, with_norm: bool = False) -> No
 def _linear(make: Make) -> Iterator[Variant]:
     """The product before attention (split for few rows) and the one that is never split."""
     for kind, group in _formats():
-        chips = {"chips": _SM90} if kind == "fp8" else {}
+        chips = {"chips": FLOAT8} if kind == "fp8" else {}
         for rows in (1, 64, 512):
             for out_features in (6144, 2 * WIDTH):
                 name = f"linear-{kind}{f'-{group}' if group else ''}-{rows}-{out_features}"
@@ -88,7 +89,7 @@ def _linear(make: Make) -> Iterator[Variant]:
     for dtype in (_BF16, torch.float32):
         x, name = torch.empty(2, WIDTH, dtype=dtype), str(dtype)[6:]
         yield make(f"quantize-rows-int8-{name}", lambda x=x: quantize_rows(x, torch.int8))
-        yield make(f"quantize-rows-fp8-{name}", lambda x=x: quantize_rows(x, _FP8), chips=_SM90)
+        yield make(f"quantize-rows-fp8-{name}", lambda x=x: quantize_rows(x, _FP8), chips=FLOAT8)
     yield from _linear_of_workers(make)
 
 
@@ -126,7 +127,7 @@ def _few_rows(make: Make) -> Iterator[Variant]:
     }
     packed |= {f"int4-{group}": _weight("int4", group, 2 * WIDTH) for group in (64, 128)}
     for name, weight in packed.items():
-        chips = {"chips": _SM90} if name == "fp8" else {}
+        chips = {"chips": FLOAT8} if name == "fp8" else {}
         call = functools.partial(few_rows_linear, x, weight, norm=norm, eps=1e-5, gate="silu")
         yield make(f"few-rows-{name}", call, **chips)
     four = _minimum(HIDDEN, WIDTH)
@@ -161,7 +162,7 @@ def _weight(kind: Kind, group: int, out_features: int, in_features: int = HIDDEN
 def _experts(make: Make) -> Iterator[Variant]:
     yield make("experts-route", lambda: route(torch.empty(2, EXPERTS), 2))
     for kind, group in (("plain", 0), ("int8", 0), ("int4", 128), ("w8a8", 0), ("fp8", 0)):
-        chips = {"chips": _SM90} if kind == "fp8" else {}
+        chips = {"chips": FLOAT8} if kind == "fp8" else {}
         up = _weight(kind, group, 2 * WIDTH, HIDDEN, EXPERTS)  # type: ignore[arg-type]
         down = _weight(kind, group, HIDDEN, WIDTH, EXPERTS)  # type: ignore[arg-type]
         for tokens in (2, 100, 1000):

@@ -38,7 +38,7 @@ def variants() -> Iterator[Variant]:
     yield Variant("attention-plan", _plan)
     yield Variant("attention-plan-window", lambda: _plan(4096))
     for dtype in (torch.bfloat16, torch.int8, _FP8):
-        chips = ((9, 0),) if dtype == _FP8 else CHIPS
+        chips = operations.FLOAT8 if dtype == _FP8 else CHIPS
         yield Variant(f"store-kv-{str(dtype).removeprefix('torch.')}", functools.partial(_store, dtype), chips=chips)
     yield Variant("blocks", _blocks)
     yield from operations.variants(Variant)
@@ -87,7 +87,7 @@ def _attend(
         some = torch.empty(heads) if sinks else None
         return triton_attention.attend(q, pool, plan, head_dim**-0.5, soft_cap, some, scales)
 
-    return Variant("-".join(words), call, chips=((9, 0),) if kv_dtype == _FP8 else CHIPS)
+    return Variant("-".join(words), call, chips=operations.FLOAT8 if kv_dtype == _FP8 else CHIPS)
 
 
 def _plan(window: int = 0) -> object:

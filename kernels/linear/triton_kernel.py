@@ -209,7 +209,8 @@ def launch_shape(weight: DeviceWeight, num_rows: int, one_split: bool, x_bytes: 
         block_n = 128 if weight.kind == "int8" else BLOCK_N
         return Shape(block_n, triton.next_power_of_2(num_rows), block_k, 4, 3 if eight else 6)
     if not is_roomy(weight.data.device):
-        return Shape(128, 128, block_k, 8, 2)
+        # sums of float8 are held three times over
+        return Shape(64 if weight.kind == "fp8" else 128, 128, block_k, 8, 2)
     if one_split and num_rows > 128 and weight.data.itemsize == 2:
         return Shape(128, 256, block_k, 8, 3)
     return Shape(128, 128, block_k, 8, 4 if weight.data.itemsize == 2 else 3)

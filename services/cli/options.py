@@ -15,7 +15,7 @@ def up_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="PATH", help="folder of a Llama-architecture checkpoint, or a .gguf file")
     parser.add_argument("--name", metavar="NAME", help="name clients ask for")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="weights and KV (default auto)")
-    parser.add_argument("--quant", choices=get_args(Quantization), help="weights of layers as integers (default none)")
+    parser.add_argument("--quant", choices=get_args(Quantization), help="how weights of layers are kept (default none)")
     parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default 8080; 0 takes a free one)")
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers (default 1)")
