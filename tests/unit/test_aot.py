@@ -29,7 +29,7 @@ def test_every_kernel_is_in_the_table_and_within_the_limits() -> None:
 
 def test_the_table_has_no_spill_in_attention() -> None:
     rows = [row for row in load() if row.variant.startswith("attention-") and row.kernel == "attend_kernel"]
-    assert {row.chip for row in rows} == {"sm_80", "sm_90"}
+    assert {row.chip for row in rows} == {"sm_80", "sm_89", "sm_90"}
     assert len(rows) <= 48
     assert not [row for row in rows if row.spilled]
 
