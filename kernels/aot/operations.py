@@ -125,6 +125,7 @@ def _few_rows(make: Make) -> Iterator[Variant]:
         "fp8": _weight("fp8", 0, 2 * WIDTH),
         "int4-32": _minimum(2 * WIDTH),
     }
+    packed["int4-64-symmetric"] = replace(_weight("int4", 64, 2 * WIDTH), zeros=None)
     packed |= {f"int4-{group}": _weight("int4", group, 2 * WIDTH) for group in (64, 128)}
     for name, weight in packed.items():
         chips = {"chips": FLOAT8} if name == "fp8" else {}

@@ -68,13 +68,15 @@ def packed(kind: str, weight: Tensor, bias: Tensor | None = None) -> DeviceWeigh
         return from_minimum(
             q, *(randn(*shape, dtype=torch.float32, seed=seed) / weight.shape[1] for seed in (7, 8)), 32, bias
         )
+    if kind == "symmetric":
+        return replace(int4_groups(weight, 64, bias), zeros=None)
     if kind.startswith("int4"):
         return int4_groups(weight, int(kind[5:]), bias)
     return int8_channels(weight, kind, bias)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["int8", "w8a8", "fp8", "int4-32", "int4-64", "int4-128", "minimum"])
+@pytest.mark.parametrize("kind", ["int8", "w8a8", "fp8", "int4-32", "int4-64", "int4-128", "minimum", "symmetric"])
 def test_packed_weights_are_multiplied_as_what_they_stand_for(kind: str, dtype: torch.dtype) -> None:
     """Over more than one piece of inputs, the last of which is not full."""
     inner, outer = 1024 + 128, 10
