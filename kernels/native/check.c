@@ -12,6 +12,7 @@ static int check_group(const baton_model *model, const baton_step *step, const b
     if (group->format == KV_INT8 && model->head_dim > MOST_INTEGERS) return BAD_MODEL;
     for (int64_t i = 0; i < step->num_tokens; i++)
         if (group->slots[i] < -1 || group->slots[i] >= group->num_blocks * group->block_size) return BAD_SLOT;
+    if (group->table_starts[0]) return BAD_BLOCK;
     for (int64_t i = 0; i < step->num_sequences; i++) {
         const int64_t first = group->table_starts[i], blocks = group->table_starts[i + 1] - first;
         if (blocks < 0 || blocks * group->block_size < step->seq_lens[i]) return BAD_BLOCK;
@@ -40,7 +41,7 @@ int check_step(const baton_model *model, const baton_step *step) {
         if (step->tokens[i] < 0 || step->tokens[i] >= model->vocab) return BAD_TOKEN;
         if (step->positions[i] < 0 || step->positions[i] >= model->positions) return BAD_POSITION;
     }
-    if (step->num_logits > step->num_tokens) return BAD_LOGIT_ROW;
+    if (step->num_logits < 0 || step->num_logits > step->num_tokens) return BAD_LOGIT_ROW;
     for (int64_t i = 0; i < step->num_logits; i++)
         if (step->logit_rows[i] < 0 || step->logit_rows[i] >= step->num_tokens) return BAD_LOGIT_ROW;
     if (step->num_logits && !model->head.weight) return NO_HEAD;

@@ -173,24 +173,27 @@ def test_integers_take_half_the_memory_and_a_scale_each() -> None:
     vectors = 3 * 2 * 2 * 32
     assert (plain.span_bytes, integers.span_bytes) == (vectors * 128, vectors * 68)
     assert (integers.tiles_bytes, integers.scales_bytes, plain.scales_bytes) == (vectors * 64, vectors * 4, 0)
-    assert fingerprint((plain,), "m", "n") != fingerprint((integers,), "m", "n")
+    halves = replace(plain, dtype="float16")
+    assert halves.span_bytes == plain.span_bytes
+    assert len({fingerprint((one,), "m", "n") for one in (plain, integers, halves)}) == 3
 
 
-def test_a_worker_of_integers_has_more_blocks_and_another_identity(folder: Path, tmp_path: Path) -> None:
+def test_a_worker_s_kv_decides_its_blocks_and_its_identity(folder: Path, tmp_path: Path) -> None:
     require_native()
     options = WorkerOptions(
         folder, tmp_path, dtype="bfloat16", pool_bytes=1 << 20, threads=1, kernels="native", calibrate=False
     )
     facts = []
-    for kv_dtype in ("auto", "int8"):
+    for kv_dtype in ("auto", "int8", "float16"):
         core = open_worker_engine(replace(options, kv_dtype=kv_dtype), WorkerId(f"decode-{kv_dtype}"))
         core.start()
         core.stop(30.0)
         facts.append(core.facts)
-    plain, integers = facts
+    plain, integers, halves = facts
+    assert halves.layout.num_blocks == plain.layout.num_blocks
+    assert len({one.fingerprint for one in facts}) == len({one.numerics for one in facts}) == 3
+    assert "-kv.float16-" in halves.numerics
     assert integers.layout.num_blocks[0] >= 1.5 * plain.layout.num_blocks[0]  # heads of 16 and their scales
-    assert integers.fingerprint != plain.fingerprint
-    assert integers.numerics != plain.numerics
     assert "-kv.int8-" in integers.numerics
     assert integers.computes.startswith("bfloat16 on native kernels, KV in int8: quality never measured")
 

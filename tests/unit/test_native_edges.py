@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.native.abi import GroupStruct
 from kernels.native.model import GroupPlan, NativeModel
 from shared.engine.native_check import NativeCheck
 from shared.model.config import parse_config
@@ -91,6 +93,22 @@ def _small_model(kv: torch.dtype | None) -> tuple[NativeModel, list[Tensor]]:
     kept = "" if kv is None else str(kv).removeprefix("torch.")
     check = NativeCheck(config, torch.bfloat16, library_at(BEST), kv_dtype=kept)
     return check._models[0], [check._pool(), check._pool()]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("num_logits", "a row of logits"), ("table_starts", "a block table")], ids=["logits", "tables"]
+)
+def test_counts_and_beginnings_below_zero_are_refused(what: str, words: str) -> None:
+    """What Python never makes: the library looks at it all the same."""
+    cache = Cache(make_model(team_of(BEST, 1), torch.bfloat16, (4, 1, 32)), 40)
+    plan = make_plan(cache.model, cache.pool, [(39, 1)], [cache.table])
+    if what == "num_logits":
+        plan.struct.num_logits = -1
+    else:
+        group = ctypes.cast(plan.struct.groups, ctypes.POINTER(GroupStruct)).contents
+        ctypes.cast(group.table_starts, ctypes.POINTER(ctypes.c_int64))[0] = -1
+    with pytest.raises(ValueError, match=words):
+        cache.model.attention(cache.q[39:], plan)
 
 
 def _step(model: NativeModel, pool: Tensor, positions: Tensor, wanted: Sequence[int]) -> Tensor:
