@@ -17,6 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 from shared.contracts.errors import InvalidInput
+from shared.grammar.patterns import in_ascii
 from shared.grammar.schema_end import has_end
 
 MAX_BYTES = 64 * 1024
@@ -103,7 +104,7 @@ def literal(text: str) -> str:
 def regex(pattern: str) -> str:
     """A pattern as a regular expression of Lark."""
     # a slash would end it, and a line break may stand in a client's pattern
-    escaped = re.sub(r"\\.|/|\n|\r", _escape, pattern, flags=re.DOTALL)
+    escaped = re.sub(r"\\.|/|\n|\r", _escape, in_ascii(pattern), flags=re.DOTALL)
     return f"/{escaped}/"
 
 
