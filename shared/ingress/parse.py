@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -99,7 +100,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     """A body that is a JSON object of valid text. Raises InvalidInput."""
     # NaN and Infinity pass here, so that the parameter which holds them can be named
     try:
-        value = json.loads(body.decode("utf-8"))
+        value = json.loads(body.removeprefix(BOM_UTF8).decode("utf-8"))
         if too_deep(value, body):
             raise RecursionError
         if _SURROGATE.search(body):
@@ -131,7 +132,9 @@ def _reason(exc: ValueError | RecursionError) -> str:
     # other exceptions' words may quote the body
     if isinstance(exc, json.JSONDecodeError):
         return f"{exc.msg} at line {exc.lineno} column {exc.colno}"
-    return "nested too deeply" if isinstance(exc, RecursionError) else "not UTF-8 text, or a number is too long"
+    if isinstance(exc, RecursionError):
+        return "nested too deeply"
+    return "it is not UTF-8 text" if isinstance(exc, UnicodeDecodeError) else "a number in it is too long"
 
 
 def validated(model: type[Model], fields: dict[str, Any], where: tuple[Any, ...] = ()) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,27 @@ def test_a_fault_is_told_by_its_own_path(
 
 def test_what_asks_for_nothing_passes() -> None:
     parse_completion(body_of({"model": "m", "prompt": "a", "suffix": "", "repetition_penalty": 1e-9}))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": "\xe9"}', "it is not UTF-8 text"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "a number in it is too long"),
+        (b"[" * 101 + b"]" * 101, "nested too deeply"),
+        (b"{", "line 1 column 2"),
+        (b"[]", "must be a JSON object"),
+    ],
+    ids=["Latin-1", "long number", "deep", "cut", "list"],
+)
+def test_what_is_no_json_says_why(body: bytes, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words) as caught:
+        parse_completion(body)
+    assert (caught.value.param, caught.value.code) == ("", "invalid_json")
+
+
+def test_a_byte_order_mark_is_passed_over() -> None:
+    assert parse_completion(BOM_UTF8 + body_of({"model": "m", "prompt": "a"})).prompt == ("a",)
 
 
 @pytest.mark.parametrize(
