@@ -140,6 +140,19 @@ class LogprobsStruct(Structure):
     )
 
 
+class StretchStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("model", "step", "draws")),
+        ("is_bfloat16", c_int64),
+        ("most", c_int64),
+        ("until", c_double),
+        ("ending", c_void_p),
+        ("num_ending", c_int64),
+        *((name, c_void_p) for name in ("halt", "tokens", "ends", "rechecked")),
+        ("taken", c_int64),
+    )
+
+
 STRUCTURES = (
     LinearStruct,
     LayerStruct,
@@ -149,6 +162,7 @@ STRUCTURES = (
     RowStruct,
     SamplingStruct,
     LogprobsStruct,
+    StretchStruct,
 )
 
 
@@ -169,6 +183,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     _function(library, "baton_close", None, c_void_p)
     _function(library, "baton_sample", c_int, c_void_p, c_void_p)
     _function(library, "baton_logprobs_of", c_int, c_void_p, c_void_p)
+    _function(library, "baton_go_on", c_int, c_void_p, c_void_p)
     for dtype in DTYPES:
         _function(library, f"baton_step_{dtype}", c_int, *[c_void_p] * 3)
         _function(library, f"baton_pack_{dtype}", c_int, *[c_void_p] * 3, *[c_int64] * 5)

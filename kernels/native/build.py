@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 SHIPPED = "BATON_NATIVE_LIBRARIES"
 """The folder of libraries that came with the installation; root's or the user's own."""
 KERNELS = Path(__file__).resolve().parents[1]
-UNITS = ("bfloat16.c", "float32.c", "sampling.c", "threads.c", "check.c", "library.c")
+UNITS = ("bfloat16.c", "float32.c", "sampling.c", "stretch.c", "threads.c", "check.c", "library.c")
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread")
 """Sums are written out in the source, fused where it says so: no compiler may join or reorder them."""
 COMPILE_S = 300.0

@@ -11,17 +11,18 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.native.abi import BLOCK, GroupStruct, RowStruct, SamplingStruct, StepStruct
+from kernels.native.abi import BLOCK, GroupStruct, RowStruct, SamplingStruct, StepStruct, StretchStruct
 from kernels.native.library import NAMES
 from kernels.native.model import QUICK_LOGITS, NativeModel, group_struct
 from kernels.native.sampling import row_fields
 from kernels.sampling import RowSampling
 
-FEW_ROWS = 6
-"""Up to here rows are written one by one: a call of numpy takes as long as one of them."""
+MOST_STEPS = 64
+"""Of one call."""
 
 
 class DecodeStep:
@@ -45,12 +46,9 @@ class DecodeStep:
         self._block_ids = [table.data for table in self._tables]
         self._drawn, self._rechecked = (self._array(rows).data for _ in range(2))
         self._sampling = (RowStruct * rows)()
-        # the position of every row's draw, within the structures
-        at, apart = RowStruct.position.offset, ctypes.sizeof(RowStruct)
-        places = memoryview(self._sampling).cast("B")
-        self._draw_positions = np.ndarray((rows,), np.uint64, places, at, (apart,))
-        self._views = [np.asarray(part) for part in (self._tokens, self._positions, self._lengths, self._drawn)]
-        self._slot_views, self._row_numbers = [np.asarray(slots) for slots in self._slots], np.arange(rows)
+        self._many, self._many_rechecked = (self._array(MOST_STEPS * rows).data for _ in range(2))
+        self._ends = np.zeros(MOST_STEPS)
+        self._ending, self._ending_ids = frozenset[int](), self._array(0)
         self._groups = (GroupStruct * len(pools))()
         self._pools = tuple(pools)
         self._step, self._draws = self._structs()
@@ -59,6 +57,11 @@ class DecodeStep:
         name = f"baton_step_{NAMES[model.dtype]}"
         self._compute = team.prepared(name, whole(model.struct), whole(self._step))
         self._draw = team.prepared("baton_sample", whole(self._draws))
+        self._stretch = StretchStruct(whole(model.struct), whole(self._step), whole(self._draws))
+        self._stretch.is_bfloat16 = model.dtype == torch.bfloat16
+        self._stretch.tokens, self._stretch.rechecked = _address(self._many), _address(self._many_rechecked)
+        self._stretch.ends = self._ends.ctypes.data
+        self._go_on = team.prepared("baton_go_on", whole(self._stretch))
 
     def sit(self, row: int, tables: Sequence[Sequence[int]], sampling: RowSampling) -> None:
         """A sequence's blocks per layer group, and how its next tokens are drawn; the position is `place`'s to say."""
@@ -72,37 +75,6 @@ class DecodeStep:
         for slots, table, size in zip(self._slots, tables, self._sizes, strict=True):
             slots[row] = table[position // size] * size + position % size
         self._sampling[row].position = position + 1
-
-    def follow(self, count: int) -> None:
-        """The first `count` rows go on with the tokens they drew.
-
-        Raises IndexError when the array has no room for a row's next block. Whether the row has that block is the
-        caller's to know.
-        """
-        if count <= FEW_ROWS:
-            self._follow_few(count)
-            return
-        tokens, positions, lengths, drawn = (view[:count] for view in self._views)
-        after = positions + 1
-        slots = [
-            table[self._row_numbers[:count], after // size] * size + after % size
-            for table, size in zip(self._tables, self._sizes, strict=True)
-        ]
-        tokens[:], positions[:] = drawn, after
-        lengths += 1
-        for view, found in zip(self._slot_views, slots, strict=True):
-            view[:count] = found
-        self._draw_positions[:count] += np.uint64(1)
-
-    def _follow_few(self, count: int) -> None:
-        parts = tuple(zip(self._slots, self._block_ids, self._sizes, strict=True))
-        for row in range(count):
-            after = self._positions[row] + 1
-            places = [table[row, after // size] * size + after % size for _, table, size in parts]
-            self._tokens[row], self._positions[row], self._lengths[row] = self._drawn[row], after, after + 1
-            for (slots, _, _), place in zip(parts, places, strict=True):
-                slots[row] = place
-            self._sampling[row].position = after + 1
 
     def run(self, count: int, looked_at: int) -> list[int]:
         """KV of the first `count` rows' tokens into the pools, and the token each draws; -1: its largest logit is not
@@ -122,10 +94,52 @@ class DecodeStep:
         step.top_only = quick
         self._compute()
         if quick:
-            model.rechecks.count(self._rechecked[:count].tolist(), -(-model.shape.vocab // BLOCK))
+            self._count_rechecked(self._rechecked[:count])
         self._draw()
         drawn: list[int] = self._drawn[:count].tolist()
         return drawn
+
+    def go_on(
+        self, most: int, until: float, ending: frozenset[int], halt: ctypes.c_int32
+    ) -> tuple[list[tuple[float, list[int]]], bool]:
+        """Steps of the rows of the step last run, each row going on with the token it drew.
+
+        Whether a row has the blocks that its table lists is the caller's to know.
+
+        Args:
+            most: steps, at least one.
+            until: seconds of the monotonic clock: no step begins that is expected, by the one before it, to end later.
+            ending: no step begins behind one that drew such a token.
+            halt: none but the first begins while it is not 0. Any thread may set it.
+
+        Returns:
+            When each step ended and what its rows drew, as `run`; and whether more can follow: not behind a step that
+            was refused.
+
+        Raises:
+            ValueError, MemoryError: as `run`, of the first step. A table without room for the next block is refused.
+        """
+        stretch, count = self._stretch, self._count
+        if ending is not self._ending:
+            self._ending, self._ending_ids = ending, np.array(sorted(ending), dtype=np.int64)
+            stretch.ending, stretch.num_ending = self._ending_ids.ctypes.data, len(ending)
+        stretch.most, stretch.until, stretch.halt = min(most, MOST_STEPS), until, ctypes.addressof(halt)
+        goes_on = True
+        try:
+            self._go_on()
+        except (ValueError, MemoryError):
+            if not stretch.taken:
+                raise
+            goes_on = False
+        taken: int = stretch.taken
+        if self._step.top_only:
+            self._count_rechecked(self._many_rechecked[: taken * count])
+        tokens = self._many[: taken * count].tolist()
+        drawn = [tokens[i : i + count] for i in range(0, taken * count, count)]
+        return list(zip(self._ends[:taken].tolist(), drawn, strict=True)), goes_on
+
+    def _count_rechecked(self, rechecked: memoryview) -> None:
+        self._model.rechecks.count(rechecked.tolist(), -(-self._model.shape.vocab // BLOCK))
 
     def _array(self, *shape: int) -> NDArray[np.int64]:
         self._numbers.append(np.zeros(shape, dtype=np.int64))

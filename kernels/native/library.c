@@ -3,7 +3,7 @@
 #include "threads.h"
 
 /* Sizes of the structures, so that Python can tell that it means the same. */
-void baton_sizes(int64_t sizes[8]) {
+void baton_sizes(int64_t sizes[9]) {
     sizes[0] = sizeof(baton_linear);
     sizes[1] = sizeof(baton_layer);
     sizes[2] = sizeof(baton_model);
@@ -12,6 +12,7 @@ void baton_sizes(int64_t sizes[8]) {
     sizes[5] = sizeof(baton_row);
     sizes[6] = sizeof(baton_sampling);
     sizes[7] = sizeof(baton_logprobs);
+    sizes[8] = sizeof(baton_stretch);
 }
 
 baton_team *baton_open(int64_t threads) { return threads > 0 && threads <= 1024 ? team_new((int)threads) : 0; }

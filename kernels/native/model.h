@@ -80,6 +80,23 @@ typedef struct {
     int64_t num_rows, vocab;
 } baton_sampling;
 
+/* Steps of rows that have one token each and draw the next, one after the other. */
+typedef struct {
+    const baton_model *model;
+    baton_step *step;         /* of rows that drew draws->tokens; tokens, positions, lengths and slots are written */
+    baton_sampling *draws;    /* its rows' positions are written */
+    int64_t is_bfloat16;
+    int64_t most;             /* steps, at least one */
+    double until;             /* seconds of the monotonic clock: the last step is the one whose next would end later */
+    const int64_t *ending;    /* [num_ending]: no step begins behind one that drew such a token */
+    int64_t num_ending;
+    const volatile int32_t *halt; /* no step but the first begins while it is not 0 */
+    int64_t *tokens;          /* [most, num_rows] what each step drew */
+    double *ends;             /* [most] when it ended */
+    int64_t *rechecked;       /* [most, num_rows], as of baton_step */
+    int64_t taken;            /* steps that were computed */
+} baton_stretch;
+
 /* Log-probabilities of the logits as given. */
 typedef struct {
     const float *logits;         /* [some, vocab], the largest of a row finite */

@@ -132,16 +132,17 @@ class Book:
             self.shell.changed()
 
     def _take_drawn(self, told: Drawn) -> None:
-        for row, token in zip(told.plan.sequences, told.token_ids, strict=True):
+        for i, row in enumerate(told.plan.sequences):
             entry = self._by_seq.get(row.seq_id)
             if entry is None:
                 continue
             held, number = entry
             choice = held.choices[number]
-            choice.ahead += 1
-            choice.saw(1, told.at)
-            self._generated += 1
-            self.outbox.tokens(held.attempt, number, (token,))
+            choice.ahead += len(told.steps)
+            for at, _ in told.steps:
+                choice.saw(1, at)
+            self._generated += len(told.steps)
+            self.outbox.tokens(held.attempt, number, [token_ids[i] for _, token_ids in told.steps])
 
     def _has_begun(self, seq_id: str) -> bool:
         entry = self._by_seq.get(seq_id)

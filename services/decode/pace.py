@@ -24,7 +24,11 @@ class Pace:
     def due(self, now: float) -> bool:
         """A step has ended at `now`: whether its tokens go out at once."""
         step_s, self._step_at = now - self._step_at, now
-        return not self._interval_s or now + step_s > self._published_at + self._interval_s
+        return self._is_due(now, step_s)
+
+    def next_at(self, ended_at: float, step_s: float) -> float:
+        """When the tokens behind those of a step are due: one that ended at `ended_at` and took `step_s`."""
+        return (ended_at if self._is_due(ended_at, step_s) else self._published_at) + self._interval_s
 
     def published(self, now: float) -> None:
         """All there was has gone out."""
@@ -33,3 +37,6 @@ class Pace:
     def is_late(self, told_at: float, now: float) -> bool:
         """True when tokens of `told_at` still wait because the step behind them takes longer than expected."""
         return now - told_at > self._interval_s
+
+    def _is_due(self, now: float, step_s: float) -> bool:
+        return not self._interval_s or now + step_s > self._published_at + self._interval_s

@@ -85,7 +85,8 @@ class DecodeWorker:
         for verb, (message_type, handler) in handlers.items():
             self._subscriptions.append(await bus.serve(subjects.decode(worker, verb), message_type, handler))
         await self.shell.start(self)
-        self.shell.core.engine.on_drawn = self.book.news.drawn
+        engine, news = self.shell.core.engine, self.book.news
+        engine.on_drawn, engine.quiet_until = news.drawn, news.quiet_until
 
     async def stop(self, limit_s: float) -> None:
         """Stop in the order `worker_shell` gives reasons for."""

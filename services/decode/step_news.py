@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.decode.pace import Pace
+from shared.engine.engine_parts import Steps
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a step of a stretch drew: all else that it changed comes with the stretch's updates."""
+    """What steps of a stretch drew: all else that they changed comes with the stretch's updates."""
 
-    at: float
+    at: float  # the first of them
     plan: StepPlan
-    token_ids: Sequence[int]
+    steps: Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,21 @@ class StepNews:
         self._has_begun = has_begun
         self._clock = clock
         self._told: deque[Drawn | Updated] = deque()
+        self._plan: StepPlan | None = None  # the stretch last told of
 
-    def drawn(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
-        """A step of a stretch has ended."""
-        now = self._clock()
-        self._told.append(Drawn(now, plan, token_ids))
-        if self._pace.due(now) or not all(self._has_begun(row.seq_id) for row in plan.sequences):
+    def drawn(self, plan: StepPlan, steps: Steps) -> None:
+        """Steps of a stretch have ended."""
+        self._told.append(Drawn(steps[0][0], plan, steps))
+        due = any([self._pace.due(at) for at, _ in steps])  # noqa: C419 - each of them is told
+        if plan is not self._plan:
+            self._plan = plan
+            due |= not all(self._has_begun(row.seq_id) for row in plan.sequences)
+        if due:
             self._wake()
+
+    def quiet_until(self, ended_at: float, step_s: float) -> float:
+        """See `Engine.quiet_until`."""
+        return self._pace.next_at(ended_at, step_s)
 
     def updated(self, updates: Sequence[SequenceUpdate]) -> None:
         """A step, a stretch or an order has ended. Only tokens behind a first one wait for more."""

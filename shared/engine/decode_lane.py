@@ -15,6 +15,7 @@ from kernels.native.model import NativeModel
 from kernels.native.sampling import EVERY_LOGIT, logits_looked_at
 from shared.contracts.errors import Internal
 from shared.contracts.sampling import SamplingParams
+from shared.engine.engine_parts import Limits, Steps
 from shared.engine.sampler import row_sampling
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepPlan
 
@@ -52,7 +53,7 @@ class DecodeLane:
         self._model, self._pools = model, pools
         self._step: DecodeStep | None = None
         self._seats: list[_Seat | None] = []
-        self._ran: tuple[int, int] | None = None  # rows and logits looked at, of the step last run
+        self._goes_on = False  # a step may follow the one last run
 
     def run(self, plan: StepPlan, last: Last, all_logits: bool = False) -> Drawn | None:
         """Compute a step; None, with nothing computed, when it is not one of decodes that draw by themselves.
@@ -65,7 +66,7 @@ class DecodeLane:
             ValueError, MemoryError: as `NativeModel.step`.
         """
         rows = plan.sequences
-        self._ran = None
+        self._goes_on = False
         if plan.num_tokens != len(rows):  # a chunk of a prompt among them
             return None
         step = self._step
@@ -93,14 +94,14 @@ class DecodeLane:
                 raise Internal(f"step {plan.step}: {row.seq_id} has too few blocks for {row.start + 1} tokens") from exc
             looked_at += seat.looked_at
         drawn = step.run(len(rows), looked_at)
-        self._ran = len(rows), looked_at
+        self._goes_on = True
         if not lost and min(drawn) >= 0:
             return Drawn(tuple([(token,) for token in drawn]), frozenset())
         bad = frozenset(lost).union(i for i, token in enumerate(drawn) if token < 0)
         return Drawn(tuple(() if i in bad else (token,) for i, token in enumerate(drawn)), bad)
 
-    def again(self, ready: Callable[[], object] = lambda: None) -> list[int] | None:
-        """Compute the step last run once more, each row with the token it drew: what they draw now.
+    def again(self, ready: Callable[[], object], limits: Limits) -> Steps | None:
+        """Compute the step last run over and over, each row with the token it drew, within `limits`, at least once.
 
         None: it was not one of the lane's, or a row draws nothing.
 
@@ -108,16 +109,17 @@ class DecodeLane:
             ready: called when nothing is left to do but to compute.
 
         Raises:
-            IndexError: a row has too few blocks; nothing was computed.
-            ValueError, MemoryError: as `NativeModel.step`.
+            ValueError, MemoryError: as `NativeModel.step`; a row has too few blocks. Nothing was computed.
         """
-        if self._ran is None or self._step is None:
+        if not self._goes_on or self._step is None:
             return None
-        count, looked_at = self._ran
-        self._step.follow(count)
         ready()
-        drawn = self._step.run(count, looked_at)
-        return drawn if min(drawn) >= 0 else None
+        self._goes_on = False
+        steps, self._goes_on = self._step.go_on(limits.most, limits.until, limits.ending, limits.halt)
+        if min(steps[-1][1]) < 0:
+            self._goes_on = False
+            steps.pop()
+        return steps or None
 
     @property
     def logits(self) -> Tensor:

@@ -14,8 +14,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from ctypes import c_int32
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -28,8 +29,10 @@ from shared.engine.engine_parts import (
     Command,
     Done,
     Launched,
+    Limits,
     PendingStep,
     Runner,
+    Steps,
     Stop,
     Zeroed,
     Zeroing,
@@ -55,14 +58,15 @@ class Engine:
         on_error: a step that failed, or a fault in a callback; the engine goes on.
         on_step: tokens, sequences, context and seconds of each step that succeeded.
         idle_tick_s: how often `progress` advances when nothing runs.
-        again: computes the step last run once more, each row with the token it drew, and answers what they draw; None
-            where that cannot be or a row is bad. Called by the executor thread; calls what it is given when it has made
-            everything ready, so that who wakes by that does not wait for the interpreter.
+        again: computes the step last run over and over within limits, each row with the token it drew, and answers
+            what they draw; None where that cannot be or a row is bad. Called by the executor thread; calls what it is
+            given when it has made everything ready, so that who wakes by that does not wait for the interpreter.
 
     Attributes:
-        on_drawn: what each step of a stretch drew that another was begun behind, at once, by the executor thread;
-            `on_updates` tells it again when the stretch has ended. There are stretches only if both `again` and this
-            are given.
+        on_drawn: what steps of a stretch drew that another was begun behind, by the executor thread; `on_updates` tells
+            it again when the stretch has ended. There are stretches only if both `again` and this are given.
+        quiet_until: given when a step of a stretch ended (monotonic) and how long it took, in seconds, until when
+            nobody wants to hear of those behind it: so long they are told together. Called by the executor thread.
     """
 
     def __init__(
@@ -76,7 +80,8 @@ class Engine:
         idle_tick_s: float = 0.5,
         again: Again | None = None,
     ) -> None:
-        self.on_drawn: Callable[[StepPlan, Sequence[int]], None] | None = None
+        self.on_drawn: Callable[[StepPlan, Steps], None] | None = None
+        self.quiet_until: Callable[[float, float], float] = lambda ended_at, step_s: ended_at
         self._batcher = batcher
         self._runner = runner
         self._on_updates = on_updates
@@ -90,7 +95,7 @@ class Engine:
         self._lock = threading.Lock()  # between who posts, and a planner that begins a stretch or leaves
         self._closed = False
         self._stopping = False
-        self._interrupted = False  # a stretch has to end with the step it is at
+        self._interrupted = c_int32(0)  # not 0: a stretch has to end with the step it is at
         self._orders: list[Command | Stop] = []  # posted during a stretch
         self._launches = False  # the runner only launches steps
         self._zeroing = 0  # zero orders with the executor
@@ -131,7 +136,7 @@ class Engine:
             return True
         deadline = time.monotonic() + timeout
         self._inbox.put(Stop())
-        self._interrupted = True
+        self._interrupted.value = 1
         threads = (self._planner, self._executor, self._collector)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -167,7 +172,7 @@ class Engine:
             if not self._closed:
                 self._inbox.put(Command(run, refuse))
                 if at_once:  # both under the lock: a mark that came late would end the stretch behind this order
-                    self._interrupted = True
+                    self._interrupted.value = 1
                 return future
         refuse()
         return future
@@ -283,7 +288,7 @@ class Engine:
         if self._again is None or self.on_drawn is None or self._batcher.is_stretching:
             return False
         with self._lock:  # what is posted from now on raises it
-            self._interrupted = False
+            self._interrupted.value = 0
             return self._inbox.empty()
 
     def _publish(self) -> None:
@@ -320,7 +325,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> None:
         """Run a step without the rows that a step planned before it, and failed since, should have fed."""
         lost = self._lost(plan) if self._broken else frozenset[str]()
-        started = time.perf_counter()
+        started = time.monotonic()
         result: StepOutput | Exception | PendingStep
         try:
             if not lost or lost.isdisjoint(row.seq_id for row in plan.sequences):
@@ -341,7 +346,7 @@ class Engine:
             self._launched.put(Launched(plan, result, started))
         else:
             assert isinstance(result, StepOutput | Exception)
-            self._inbox.put(Done(plan, result, time.perf_counter() - started))
+            self._inbox.put(Done(plan, result, time.monotonic() - started))
 
     def _stretch(self, plan: StepPlan, first: StepOutput, started: float) -> StepOutput:
         """Go on behind the first step of a stretch until all its steps are computed, its time is over, a row ends or
@@ -349,21 +354,26 @@ class Engine:
         again, tell = self._again, self.on_drawn
         if first.bad_rows or again is None or tell is None:
             return first
-        drawn: Sequence[int] = [tokens[0] for tokens in first.sampled]
-        steps, until = [drawn], started + self._batcher.config.stretch_s
-        while len(steps) < plan.repeats and not self._interrupted and plan.ending.isdisjoint(drawn):
-            if time.perf_counter() >= until:  # steps take longer than they were thought to
+        untold: Steps = [(time.monotonic(), [tokens[0] for tokens in first.sampled])]
+        steps, begun, until = list(untold), started, started + self._batcher.config.stretch_s
+        while len(steps) < plan.repeats and not self._interrupted.value and plan.ending.isdisjoint(untold[-1][1]):
+            ended = untold[-1][0]
+            if ended >= until:  # steps take longer than they were thought to
                 break
+            quiet = min(until, self.quiet_until(ended, ended - begun))
+            limits = Limits(plan.repeats - len(steps), quiet, plan.ending, self._interrupted)
             try:
-                more = again(partial(tell, plan, drawn))
+                more = again(partial(tell, plan, untold), limits)
             except Exception as exc:  # the step is planned anew, and fails for good if it does again
                 self._report_error(exc)
                 break
             if more is None:
                 break
-            steps.append(drawn := more)
-        taken_s = time.perf_counter() - started
-        return StepOutput(plan.step, tuple(zip(*steps, strict=True)), duration_s=taken_s, repeats=len(steps))
+            steps += more
+            begun, untold = steps[-2][0], more
+        taken_s = time.monotonic() - started
+        sampled = zip(*[drawn for _, drawn in steps], strict=True)
+        return StepOutput(plan.step, tuple(sampled), duration_s=taken_s, repeats=len(steps))
 
     def _lost(self, plan: StepPlan) -> frozenset[str]:
         """Sequences of failed steps that were planned when this plan was."""
@@ -399,7 +409,7 @@ class Engine:
                 except Exception as exc:
                     result = exc
                     self._note_broken(launched.plan)
-            end = time.perf_counter()
+            end = time.monotonic()
             # a step launched while the one before ran began when that one ended
             self._inbox.put(Done(launched.plan, result, end - max(launched.started, last_end)))
             last_end = end

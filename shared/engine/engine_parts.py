@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import c_int32
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shared.engine.step_plan import StepOutput, StepPlan
 
 Blocks = tuple[tuple[int, int], ...]  # (group, block id)
-Again = Callable[[Callable[[], object]], Sequence[int] | None]
+Steps = Sequence[tuple[float, Sequence[int]]]
+"""Of steps one after the other: when each ended, on the monotonic clock, and what its rows drew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far a runner goes on by itself; at least one step."""
+
+    most: int  # steps
+    until: float  # monotonic seconds: no step begins that is expected, by the one before it, to end later
+    ending: frozenset[int]  # no step begins behind one that drew such a token
+    halt: c_int32  # nor one while it is not 0, which any thread may make it
+
+
+Again = Callable[[Callable[[], object], Limits], Steps | None]
 """As `Engine`'s `again`."""
 
 

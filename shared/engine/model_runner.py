@@ -14,6 +14,7 @@ from torch import Tensor
 from shared.contracts.errors import Internal, SettingsError
 from shared.contracts.logprobs import TokenLogprob
 from shared.engine.decode_lane import DecodeLane
+from shared.engine.engine_parts import Limits, Steps
 from shared.engine.forward_batch import ForwardBatch, build_forward_batch
 from shared.engine.sampler import constrained_rows, logprobs_of, sample_greedily, sample_sequences
 from shared.engine.step_plan import StepOutput, StepPlan
@@ -80,12 +81,12 @@ class ModelRunner:
         self._last = {row.seq_id: tokens for row, tokens in zip(plan.sequences, drawn.sampled, strict=True)}
         return StepOutput(plan.step, drawn.sampled, drawn.bad, time.perf_counter() - start)
 
-    def again(self, ready: Callable[[], object]) -> list[int] | None:
+    def again(self, ready: Callable[[], object], limits: Limits) -> Steps | None:
         """As `DecodeLane.again`. No later step may refer to the tokens of the steps run by it."""
         if self._lane is None or self._record_logits is not None:
             return None
         self._last = {}
-        return self._lane.again(ready)
+        return self._lane.again(ready, limits)
 
     @torch.inference_mode()
     def _run_any(self, plan: StepPlan, start: float) -> StepOutput:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.engine.core_share import CoreShare
-from shared.engine.engine_parts import Again
+from shared.engine.engine_parts import Again, Limits, Steps
 from shared.engine.step_plan import StepOutput, StepPlan
 
 
@@ -32,15 +32,15 @@ class ModelSteps:
             self._use(threads)
             return self.step(plan)
 
-    def run_again(self, ready: Callable[[], object]) -> Sequence[int] | None:
+    def run_again(self, ready: Callable[[], object], limits: Limits) -> Steps | None:
         """As `again`, on this worker's share of the cores."""
         if self.again is None:
             return None
         if self.share is None:
-            return self.again(ready)
+            return self.again(ready, limits)
         with self.share.step() as threads:
             self._use(threads)
-            return self.again(ready)
+            return self.again(ready, limits)
 
     def _use(self, threads: int) -> None:
         if threads != self._told and self.use_threads is not None:

@@ -14,6 +14,7 @@ from shared.contracts import messages as m
 from shared.contracts.ids import BlockTag
 from shared.contracts.parts import GroupTags
 from shared.contracts.sampling import SamplingParams
+from shared.engine.engine_parts import Steps
 from shared.engine.step_plan import StepPlan
 from shared.engine.worker_engine import WorkerOptions
 from shared.kv.handoff import Pull
@@ -68,10 +69,10 @@ async def test_tokens_of_a_stretch_come_once(model_dir: Path, tmp_path: Path, in
         engine = c.decode.shell.core.engine
         tell, told = engine.on_drawn, list[int]()
 
-        def counted(plan: StepPlan, drawn: Sequence[int]) -> None:
+        def counted(plan: StepPlan, steps: Steps) -> None:
             assert tell is not None
-            told.extend(drawn)
-            tell(plan, drawn)
+            told.extend(token for _, drawn in steps for token in drawn)
+            tell(plan, steps)
 
         engine.on_drawn = counted
         in_stretches = await c.local(PROMPT, a=attempt("req-s"), sampling=sampling)

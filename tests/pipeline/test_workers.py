@@ -233,7 +233,7 @@ async def test_beats_and_listings_say_what_is_held(tmp_path: Path) -> None:
 async def test_tokens_of_several_steps_go_out_together_and_with_the_end(tmp_path: Path) -> None:
     async with cell(options(tmp_path, pool_bytes=100 * 16, publish_interval_s=5.0)) as c:
         await c.local(PROMPT, a=attempt(), sampling=SamplingParams(max_tokens=60, ignore_eos=True))
-        assert (sum(c.driver.pieces), c.driver.pieces[0]) == (60, 1)
+        assert sum(c.driver.pieces) == 60
         assert len(c.driver.pieces) < 30
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Iterator
+from ctypes import c_int32
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.native.decode_step import FEW_ROWS
+from kernels.native.decode_step import MOST_STEPS
 from shared.contracts.errors import Internal
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
+from shared.engine.engine_parts import Limits
 from shared.engine.model_runner import ModelRunner
 from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepOutput, StepPlan
 from shared.kv.layout import PoolLayout
@@ -139,8 +144,12 @@ def test_one_in_a_crowd_keeps_its_tokens(ways: tuple[Way, Way]) -> None:
         free = list(range(NUM_BLOCKS))
 
 
-@pytest.mark.parametrize("count", [3, FEW_ROWS + 3])
-def test_a_stretch_is_the_same_as_its_steps(ways: tuple[Way, Way], count: int) -> None:
+def limits(most: int = 1, until: float = math.inf, ending: tuple[int, ...] = (), halt: int = 0) -> Limits:
+    return Limits(most, until, frozenset(ending), c_int32(halt))
+
+
+@pytest.mark.parametrize(("count", "together"), [(3, 1), (3, 4), (9, 50)])
+def test_a_stretch_is_the_same_as_its_steps(ways: tuple[Way, Way], count: int, together: int) -> None:
     short, long = ways
     free = list(range(NUM_BLOCKS))
     random.Random(3).shuffle(free)
@@ -154,10 +163,13 @@ def test_a_stretch_is_the_same_as_its_steps(ways: tuple[Way, Way], count: int) -
     drawn = [[token for (token,) in short.runner.run(first).sampled]]
     told: list[int] = []
     while len(drawn) < steps:
-        more = short.runner.again(lambda: told.append(len(drawn)))
+        before, known = time.monotonic(), len(drawn)
+        more = short.runner.again(partial(told.append, known), limits(min(together, steps - known)))
         assert more is not None
-        drawn.append(more)
-    assert told == list(range(1, steps))
+        assert before <= more[0][0] <= more[-1][0] <= time.monotonic()
+        assert [end for end, _ in more] == sorted(end for end, _ in more)
+        drawn += [list(tokens) for _, tokens in more]
+    assert told == list(range(1, steps, together))
     for number, tokens in enumerate(drawn, start=2):
         rows = first.sequences if number == 2 else tuple(text.row() for text in texts)
         assert [token for (token,) in long.runner.run(StepPlan(number, rows)).sampled] == tokens
@@ -173,14 +185,61 @@ def test_what_is_not_the_lanes_is_not_done_again(ways: tuple[Way, Way]) -> None:
     chunk = StepPlan(1, (text.row(),))
     for way in ways:
         (token,) = way.runner.run(chunk).sampled[0]
-        assert way.runner.again(lambda: None) is None
+        assert way.runner.again(lambda: None, limits()) is None
     text.tokens.append(token)
     plan = StepPlan(2, (text.row(),))
     for way in ways:
         way.runner.run(plan)
-    assert long.runner.again(lambda: None) is None
+    assert long.runner.again(lambda: None, limits()) is None
     short.pool.views()[0].view(torch.uint8).fill_(0xFF)  # not a number anywhere
-    assert short.runner.again(lambda: None) is None
+    assert short.runner.again(lambda: None, limits(3)) is None
+    assert short.runner.again(lambda: None, limits(3)) is None, "nothing follows a bad row"
+
+
+def stretched(way: Way, blocks: int = 4) -> None:
+    """A text of nine tokens whose next step may be done again."""
+    text = Text("t", 9, GREEDY, list(range(NUM_BLOCKS)))
+    text.tokens += way.runner.run(StepPlan(1, (text.row(),))).sampled[0]
+    text.tables = (tuple(range(blocks)),)
+    way.runner.run(StepPlan(2, (text.row(),)))
+
+
+def count_of(way: Way, given: Limits) -> int:
+    steps = way.runner.again(lambda: None, given)
+    return 0 if steps is None else len(steps)
+
+
+def test_a_stretch_keeps_its_limits(ways: tuple[Way, Way]) -> None:
+    way, _ = ways
+    stretched(way)
+    tokens = [row[0] for _, row in way.runner.again(lambda: None, limits(6)) or ()]
+    stretched(way)
+    assert count_of(way, limits(6, ending=(VOCAB - 1, tokens[3]))) == tokens.index(tokens[3]) + 1
+    stretched(way)
+    assert count_of(way, limits(6, halt=1)) == 1, "the step that is asked for, and no other"
+    assert count_of(way, limits(6, until=time.monotonic())) == 1
+    assert count_of(way, limits(6, until=time.monotonic() + 60)) == 6
+    assert count_of(way, limits(1000)) == MOST_STEPS
+
+
+def test_nothing_follows_a_step_without_a_block(ways: tuple[Way, Way]) -> None:
+    way, _ = ways
+    stretched(way, blocks=1)
+    lane = way.runner._lane
+    assert lane is not None
+    assert lane._step is not None
+    room = lane._step.blocks * BLOCK - 10  # what the array has places for, behind the ten tokens there are
+    assert [count_of(way, limits(room - 3)), count_of(way, limits(9))] == [MOST_STEPS, 9]
+    done = MOST_STEPS + 9
+    while (more := count_of(way, limits(50))) == 50:
+        done += more
+    assert done + more == room
+    assert count_of(way, limits()) == 0, "nothing follows a step that was refused"
+    stretched(way, blocks=1)
+    assert [count_of(way, limits()) for _ in range(room)] == [1] * room
+    with pytest.raises(ValueError, match="block"):
+        count_of(way, limits())
+    assert count_of(way, limits()) == 0
 
 
 def test_a_bad_row_is_told_and_its_next_one_too(ways: tuple[Way, Way]) -> None:

@@ -76,11 +76,12 @@ class Worker:
     def _wake(self) -> None:
         self.woken += 1
 
-    def draw(self, *seq_ids: str) -> bool:
-        """A step of 8 ms of a stretch; whether it woke."""
-        self.now += 0.008
+    def draw(self, *seq_ids: str, steps: int = 1) -> bool:
+        """Steps of 8 ms of a stretch; whether they woke."""
         rows = tuple(ScheduledSequence(seq_id, 0, (1,), ((0,),), 1, None) for seq_id in seq_ids)
-        return self._tells(lambda: self.news.drawn(StepPlan(1, rows), [7] * len(rows)))
+        drawn = [(self.now + 0.008 * i, [7] * len(rows)) for i in range(1, steps + 1)]
+        self.now = drawn[-1][0]
+        return self._tells(lambda: self.news.drawn(StepPlan(1, rows), drawn))
 
     def update(self, *updates: SequenceUpdate, after_s: float = 0.008) -> bool:
         self.now += after_s
@@ -111,6 +112,20 @@ def test_the_loop_is_woken_when_tokens_are_due_and_takes_all_in_order() -> None:
     assert not worker.update(update("a", 1, 2, 3)), "a stretch that ends is a step"
     assert worker.update(update("a", 4))
     assert [type(told) for told in worker.publish()] == [Drawn, Drawn, Updated, Updated]
+
+
+def test_steps_are_computed_together_until_their_tokens_are_due() -> None:
+    worker = Worker()
+    assert worker.news.quiet_until(50.0, 0.008) == pytest.approx(50.035), "these go out, and the next piece is due then"
+    worker.draw("a")
+    worker.publish()  # at 50.008
+    assert worker.news.quiet_until(50.016, 0.008) == pytest.approx(50.043)
+    assert not worker.draw("a", steps=3)
+    assert worker.draw("a")
+    assert worker.news.quiet_until(50.040, 0.008) == pytest.approx(50.075)
+    assert [len(told.steps) for told in worker.publish() if isinstance(told, Drawn)] == [3, 1]
+    assert worker.draw("a", steps=6), "it took longer than expected"
+    assert Worker(0.0).news.quiet_until(50.0, 0.008) == 50.0
 
 
 def test_steps_that_the_loop_has_not_taken_yet_wake_it_again() -> None:

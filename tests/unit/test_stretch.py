@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from shared.contracts.errors import Unavailable
 from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
+from shared.engine.engine_parts import Limits, Steps
 from shared.engine.fake_runner import FakeRunner, made_up_token
 from shared.engine.sequence import Sequence as Held
 from shared.engine.sequence_update import SequenceUpdate
@@ -178,6 +179,8 @@ class Going(FakeRunner):
         self.at = threading.Semaphore(0)  # raised before each step of a stretch behind the first
         self.fault: Exception | None = None
         self.repeats: list[int] = []
+        self.together = 1  # steps of one call
+        self.limits: list[Limits] = []
         self._plan: StepPlan | None = None
         self._done = 0
 
@@ -186,15 +189,22 @@ class Going(FakeRunner):
         self.repeats.append(plan.repeats)
         return super().run(plan)
 
-    def again(self, ready: Callable[[], object]) -> Sequence[int] | None:
-        assert self._plan is not None
+    def again(self, ready: Callable[[], object], limits: Limits) -> Steps | None:
         fault = self.fault  # as it was before anybody heard of this step
         ready()
-        self.at.release()
-        if not self.free:
-            assert self.go.acquire(timeout=WAIT_S)
-        if fault is not None:
-            raise fault
+        self.limits.append(limits)
+        steps: list[tuple[float, list[int]]] = []
+        while not steps or (len(steps) < min(self.together, limits.most) and not limits.halt.value):
+            self.at.release()
+            if not self.free:
+                assert self.go.acquire(timeout=WAIT_S)
+            if fault is not None:
+                raise fault
+            steps.append((time.monotonic(), self._drawn()))
+        return steps
+
+    def _drawn(self) -> list[int]:
+        assert self._plan is not None
         self._done += 1
         rows = self._plan.sequences
         return [made_up_token(0, row.start + self._done, range(1000, 9000)) for row in rows]
@@ -216,9 +226,12 @@ class Harness:
             on_step=self.steps.append,
             again=self.runner.again,
         )
-        self.engine.on_drawn = lambda plan, drawn: self.news.append(("drawn", tuple(drawn)))
+        self.engine.on_drawn = self.on_drawn
         if start:
             self.engine.start()
+
+    def on_drawn(self, plan: StepPlan, steps: Steps) -> None:
+        self.news += [("drawn", tuple(drawn)) for _, drawn in steps]
 
     def on_updates(self, updates: list[SequenceUpdate]) -> None:
         self.news += [("told", u.token_ids) for u in updates]
@@ -246,7 +259,9 @@ def expected(count: int) -> list[int]:
     return [made_up_token(0, 6 + i, range(1000, 9000)) for i in range(count)]
 
 
-def test_tokens_are_told_as_they_come_and_once_more_in_the_end(harness: Harness) -> None:
+@pytest.mark.parametrize("together", [1, 3, 64])
+def test_tokens_are_told_as_they_come_and_once_more_in_the_end(harness: Harness, together: int) -> None:
+    harness.runner.together = together
     harness.begin()
     assert harness.ended.wait(WAIT_S)
     assert harness.told() == expected(40)
@@ -286,8 +301,26 @@ def test_no_token_of_a_stretch_overtakes_those_before_it(monkeypatch: pytest.Mon
     assert heard == expected(40)
 
 
-def test_an_order_ends_a_stretch_with_the_step_it_is_at(harness: Harness) -> None:
-    harness.runner.free = False
+def test_steps_are_told_together_as_long_as_nobody_wants_to_hear_of_them(harness: Harness) -> None:
+    asked: list[tuple[float, float]] = []
+
+    def quiet_until(ended_at: float, step_s: float) -> float:
+        asked.append((ended_at, step_s))
+        return ended_at + 7.5
+
+    harness.runner.together, harness.engine.quiet_until = 5, quiet_until
+    harness.begin()
+    assert harness.ended.wait(WAIT_S)
+    assert harness.told() == expected(40)
+    assert [one.until for one in harness.runner.limits] == [at + 7.5 for at, _ in asked]
+    assert all(step_s >= 0 for _, step_s in asked)
+    assert all(1 <= one.most < max(harness.runner.repeats) for one in harness.runner.limits)
+    assert {one.ending for one in harness.runner.limits} == {frozenset({EOS})}
+
+
+@pytest.mark.parametrize("together", [1, 64])
+def test_an_order_ends_a_stretch_with_the_step_it_is_at(harness: Harness, together: int) -> None:
+    harness.runner.free, harness.runner.together = False, together
     harness.begin()
     assert harness.runner.at.acquire(timeout=WAIT_S)
     quiet = harness.engine.call(lambda b: b.num_in_flight, at_once=False)
@@ -325,7 +358,7 @@ def test_steps_that_take_longer_than_thought_end_a_stretch(harness: Harness, mon
         now += 1e9
         return now
 
-    monkeypatch.setattr("shared.engine.engine.time.perf_counter", clock)
+    monkeypatch.setattr("shared.engine.engine.time.monotonic", clock)
     harness.begin()
     assert harness.ended.wait(WAIT_S)
     assert harness.told() == expected(40)
@@ -341,7 +374,7 @@ def test_a_stop_ends_a_stretch(harness: Harness) -> None:
     stopping = threading.Thread(target=harness.engine.stop, args=(WAIT_S,))
     stopping.start()
     deadline = time.monotonic() + WAIT_S
-    while not harness.engine._interrupted:
+    while not harness.engine._interrupted.value:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     harness.runner.go.release()
