@@ -6,6 +6,7 @@ import asyncio
 import json
 import mmap
 import sys
+import time
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from tests.pipeline.gateway_support import (
 )
 
 TOKENIZED = 200_000
-"""A context of which 1.5 MB of text can only be said to be over it once it is tokenized."""
+"""A context of which 2.4 MB of text can only be said to be over it once it is tokenized."""
 KEPT_BYTES = 32 * 1024 * 1024
 """What a huge prompt may leave in the process."""
 
@@ -127,7 +128,7 @@ async def test_op18_a_prompt_over_the_context(length: int, stream: bool) -> None
 HUGE = """
 import json, sys, httpx
 url, headers, chat, completion = json.loads(sys.argv[1])
-size, piece, long = 64 * 1024 * 1024, b"x" * (1024 * 1024), "ab " * 500_000
+size, piece, long = 64 * 1024 * 1024, b"x" * (1024 * 1024), "ab " * 800_000
 with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
     answers = [client.post("/v1/completions", content=b"x" * size)]
     answers.append(client.post("/v1/completions", content=(piece for _ in range(size // len(piece)))))
@@ -150,10 +151,11 @@ async def test_op19_a_huge_body_with_and_without_length() -> None:
         async def poll() -> None:
             nonlocal slowest
             while not done:
-                started = asyncio.get_running_loop().time()
+                started, computed = time.monotonic(), time.process_time()
+                await asyncio.sleep(0.05)  # what holds the loop up now, one who asks meanwhile would wait for
                 assert (await client.get("/health")).status_code == 200
-                slowest = max(slowest, asyncio.get_running_loop().time() - started)
-                await asyncio.sleep(0.05)
+                # while others have the cores of a busy machine, this process computes nothing
+                slowest = max(slowest, min(time.monotonic() - started, time.process_time() - computed))
 
         before = resident_bytes()
         polling = asyncio.create_task(poll())
@@ -162,9 +164,9 @@ async def test_op19_a_huge_body_with_and_without_length() -> None:
         answers = json.loads((await child.communicate())[0])
         done = True
         await polling
-        # the last two, of 1.5 MB, are under the limit and are tokenized, in a thread of their own
+        # the last two, of 2.4 MB, are under the limit and are tokenized, in a thread of their own
         assert answers == [[413, "request_too_large"]] * 2 + [[400, "context_length_exceeded"]] * 2
-        assert slowest < 0.5
+        assert slowest < 0.25
         async with asyncio.timeout(60):
             while resident_bytes() > before + KEPT_BYTES:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
