@@ -96,9 +96,8 @@ def tapped(app: Any, take: Take) -> Any:
         def sending(message: Any) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 headers = dict(message["headers"])
-                taking.head(
-                    message["status"], headers.get(CONTENT_TYPE, b"").decode(), headers.get(REQUEST_ID, b"").decode()
-                )
+                kind, request_id = (headers.get(name, b"").decode("latin-1") for name in (CONTENT_TYPE, REQUEST_ID))
+                taking.head(message["status"], kind, request_id)
             else:
                 taking.body(message.get("body", b""), whole=not message.get("more_body", False))
             return send(message)  # type: ignore[no-any-return]
