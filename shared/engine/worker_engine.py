@@ -7,8 +7,6 @@ Workers that start together are timed one after the other, or each would measure
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
 import socket
@@ -36,6 +34,7 @@ from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeMode
 from shared.grammar.compiler import LazyCompiler
 from shared.kv.layout import PoolLayout
 from shared.kv.transfer import SharedMemoryTransport, Transport, digest_blocks
+from shared.lifecycle.memory import give_back
 
 log = logging.getLogger("baton.worker")
 
@@ -218,7 +217,7 @@ class WorkerEngine:
         finally:
             self._calibration = None
             self._listen(lambda updates: None)
-        _give_memory_back()
+        give_back()  # loading and packing leave the allocator with a tenth of a small model's size
         if calibration.observed:
             self._learn(calibration.fit())
 
@@ -250,12 +249,6 @@ class WorkerEngine:
     def _learn(self, fit: StepTimeFit) -> None:
         self._fit = fit
         self._batcher.step_model = fit.model
-
-
-def _give_memory_back() -> None:
-    """Loading and packing leave the allocator with free memory it would keep: a tenth of a small model's size."""
-    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def fake_step_time(speed: float) -> StepTimeModel:
