@@ -22,6 +22,7 @@ from shared.contracts.errors import SettingsError
 STOP_S = 3
 """What connections may still take after the drain, seconds."""
 LOOK_S = 0.05
+DATE_S = 1.0
 KEPT_S = 1.0
 SO_ATTACH_REUSEPORT_CBPF, SO_DETACH_REUSEPORT_BPF = 51, 68  # Linux; Python does not name them
 BACKLOG = 1024
@@ -30,11 +31,23 @@ BACKLOG = 1024
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.up = asyncio.Event()
+        self.up, self._leaving = asyncio.Event(), asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.up.set()
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, which wakes ten times a second to see whether it should exit."""
+        while not await self.on_tick(0):  # sets the time that answers tell
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self._leaving.wait()
+
+    def leave(self) -> None:
+        """Take no more connections, and end."""
+        self.should_exit = True
+        self._leaving.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -164,5 +177,5 @@ async def serve(app: ASGIApp, sock: socket.socket, edge: Edge = NO_EDGE) -> Asyn
         _share_evenly(sock)
         yield listener
     finally:
-        server.should_exit = True
+        server.leave()
         await task

@@ -51,7 +51,7 @@ T = TypeVar("T")
 BEAT_S = 1.0
 BEAT_ON_CHANGE_S = 0.05
 """Beats sent because something changed are at least this far apart."""
-TICK_S = 0.1
+TICK_S = 0.25
 PROBE_S = 1.0
 PEER_FORGET_S = 60.0
 
@@ -80,7 +80,7 @@ class Role(Protocol):
         """An awaited peer's process is gone."""
 
     def tick(self, now: float) -> None:
-        """Ten times a second."""
+        """Four times a second."""
 
 
 @dataclass(slots=True)
