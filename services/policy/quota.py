@@ -111,7 +111,7 @@ def reserve(
     """Count one request and hold its tokens, or say which limit is in the way and for how long.
 
     A reservation that is held already is granted again, from now on, without being counted twice. Where several limits
-    are in the way, the one that takes longest is told. One of no tokens is none of the tokens' limit, whatever the debt.
+    are in the way, the one that takes longest is told. One of no tokens is none of the tokens' limit, in any debt.
     """
     state = advance(state, limits, now_us)
     if (held := state.holds.get(reservation_id)) is not None:
