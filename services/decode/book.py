@@ -87,7 +87,7 @@ class Book:
     def send_news(self) -> None:
         """Take what the engine has told, and send what is owed to the ingresses."""
         self.take_news()
-        self.send_frames()
+        self._send_frames()
 
     def take_news(self) -> None:
         """Take what the engine has told: whoever ends a sequence needs all that came of it."""
@@ -187,7 +187,7 @@ class Book:
         )
         self.outbox.finish(held.attempt, 0, finish, totals)
         self.close_choice(held, 0, finish)
-        self.send_frames()
+        self.send_news()
 
     async def end(self, held: Held, reason: str) -> Totals:
         """Cancel what still runs and forget the request. Returns its account."""
@@ -222,7 +222,7 @@ class Book:
             account = held.account(held.choices[i], total or Totals())
             self.outbox.finish(held.attempt, i, ERROR, account, to_wire(error))
             self.close_choice(held, i, ERROR)
-        self.send_frames()
+        self.send_news()
 
     def forget(self, held: Held) -> None:
         if self.held.get(held.attempt.request_id) is held:
@@ -241,7 +241,7 @@ class Book:
         self.table.kv_settled(held.attempt)
         self.shell.changed()
 
-    def send_frames(self) -> None:
+    def _send_frames(self) -> None:
         now = self.shell.clock()
         if frames := self.outbox.frames(now):
             self.pace.published(now)

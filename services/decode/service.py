@@ -151,7 +151,7 @@ class DecodeWorker:
             return _refused(Conflict("this attempt is being reserved", code="already_starting"))
         known = self.book.held.get(message.attempt.request_id)
         if known is not None and self._is_live(message):
-            self.book.take_news()
+            self.book.send_news()
             if self._goes_on(known, message):
                 return self._restamp(known, message, delivery)
             await self.book.end(known, "replaced")
@@ -230,7 +230,7 @@ class DecodeWorker:
         answer = reserving.reserved(held, self.shell, already_running=not awaiting)
         held.answer = asyncio.get_running_loop().create_future()
         held.answer.set_result(answer)
-        self.book.send_frames()
+        self.book.send_news()
         self.shell.changed()
         return answer
 
@@ -266,6 +266,7 @@ class DecodeWorker:
         self.book.outbox.settle(held.attempt, message.choice, "stop", totals)
         if not self.book.outbox.holds(held.attempt):
             self.book.forget(held)
+        self.book.send_news()
         self.shell.changed()
         return m.Finished(held=True, totals=totals)
 

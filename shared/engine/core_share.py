@@ -3,7 +3,8 @@
     <folder>/<worker>.slot    locked by its owner as long as that lives; holds until when it computes
 
 A worker counts as computing from the begin of a step until `LINGER_S` after its end, and looks at the others' slots
-at the begin of each step. That costs no call of the system; who is there is looked at once a second.
+at the begin of each step, or of each call of several. That costs no call of the system; who is there is looked at once
+a second.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from kernels.tile_layouts import SCALE_BYTES
 from shared.contracts.errors import SettingsError
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-INT8, FP8 = SCALED = "int8", "float8_e4m3fn"
 FLOAT16 = "float16"
+INT8, FP8 = SCALED = "int8", "float8_e4m3fn"
 """The dtypes whose vectors have scales."""
 KV_SETTINGS = {"int8": INT8, "fp8": FP8}
 """What a setting calls those dtypes."""

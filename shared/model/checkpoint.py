@@ -127,6 +127,9 @@ def _is_part(
     if not end or matrix not in expected or not is_matrix(matrix):
         return False
     should = config.packing.parts(expected[matrix])[end]
+    if -1 in should.shape:
+        told = f"a matrix {expected[matrix]} does not fill words of {config.packing.per} integers"
+        raise SettingsError(f"{path}: {name}: {told}", param=name)
     if found[0] != should.shape or found[1] not in should.dtypes:
         wanted = f"{' or '.join(should.dtypes)} of shape {should.shape}"
         told = f"{found[1]} of shape {found[0]} should be {wanted}, a matrix {expected[matrix]} by {FIELD}"

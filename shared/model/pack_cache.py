@@ -32,7 +32,10 @@ log = logging.getLogger(__name__)
 
 PACKERS = (
     *(KERNELS / name for name in ("native/abi.py", "native/arena.py", "native/packed.py", "linear/quantize.py")),
-    *(Path(__file__).with_name(name) for name in ("native_decoder.py", "pack_file.py", "packing.py", "unpack.py")),
+    *(
+        Path(__file__).with_name(name)
+        for name in ("kept_quant.py", "native_decoder.py", "pack_file.py", "packing.py", "unpack.py", "weights.py")
+    ),
 )
 """Python that decides what a pack holds; the C sources count too."""
 LEAST_BYTES = 16 * 1024 * 1024

@@ -12,7 +12,7 @@ Three formats, each in the words of its own files, of a matrix [out, in] in grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -122,21 +122,20 @@ def parse_packing(fields: Fields) -> Packing | None:
     if not isinstance(raw, dict):
         raise fields.error(FIELD, f"{raw!r} is not an object")
     inner = fields.within(FIELD, raw)
-    method = raw.get("quant_method") or raw.get("method")  # GPTQModel's newer name
+    told = _told(raw, "quant_method", "method")  # the second is GPTQModel's newer name
+    method = raw.get(told)
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise inner.error("quant_method", f"{method!r} is not supported, only {', '.join(_READERS)}")
+        raise inner.error(told, f"{method!r} is not supported, only {', '.join(_READERS)}")
     return reader(inner)
 
 
 def _gptq(fields: Fields) -> Packing:
     raw = fields.raw
-    written = raw.get("checkpoint_format") or raw.get("format") or "gptq"
+    told = _told(raw, "checkpoint_format", "format")
+    written = raw.get(told) or "gptq"
     if written not in ("gptq", "gptq_v2"):
-        raise fields.error(
-            "checkpoint_format" if raw.get("checkpoint_format") else "format",
-            f"{written!r} is not supported, only gptq and gptq_v2",
-        )
+        raise fields.error(told, f"{written!r} is not supported, only gptq and gptq_v2")
     if raw.get("is_marlin_format"):
         raise fields.error("is_marlin_format", "weights in Marlin's order are not supported")
     if raw.get("lm_head"):
@@ -148,15 +147,17 @@ def _gptq(fields: Fields) -> Packing:
 
 def _awq(fields: Fields) -> Packing:
     raw = fields.raw
-    version = raw.get("version") or raw.get("checkpoint_format") or raw.get("format") or "gemm"
+    told = _told(raw, "version", "checkpoint_format", "format")
+    version = raw.get(told) or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise fields.error("version", f"{version!r} is not supported, only gemm")
+        raise fields.error(told, f"{version!r} is not supported, only gemm")
     if raw.get("zero_point", True) is not True:
         raise fields.error("zero_point", f"{raw['zero_point']!r} is not supported, only true")
-    bits = _bits(fields, "bits" if "bits" in raw else "w_bit")
+    width = _told(raw, "bits", "w_bit")
+    bits = _bits(fields, width)
     if bits != 4:
-        raise fields.error("bits", f"{bits} is not supported, only 4")
-    return Packing("awq", bits, _group(fields, "group_size" if "group_size" in raw else "q_group_size", bits))
+        raise fields.error(width, f"{bits} is not supported, only 4")
+    return Packing("awq", bits, _group(fields, _told(raw, "group_size", "q_group_size"), bits))
 
 
 def _compressed(fields: Fields) -> Packing:
@@ -190,6 +191,11 @@ def _compressed(fields: Fields) -> Packing:
     if bits == 8 and not symmetric:
         raise told.error("symmetric", "false is not supported with 8 bits")
     return Packing("compressed-tensors", bits, size, symmetric=symmetric, ordered=weights.get("actorder") == "group")
+
+
+def _told(raw: Mapping[str, Any], *names: str) -> str:
+    """The first of a field's names that says something; the first of all where none does."""
+    return next((name for name in names if raw.get(name) is not None), names[0])
 
 
 def _bits(fields: Fields, field: str) -> int:

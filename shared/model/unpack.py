@@ -95,9 +95,11 @@ def _compressed(
         raise Unquantizable(f".weight_shape: {parts['.weight_shape'].tolist()} should be {list(shape)}")
     integers = _fields(parts[".weight_packed"], packing.bits).flatten(1)[:, : shape[1]]
     zeros = None
-    if ".weight_zero_point" in parts and not packing.symmetric:
+    if ".weight_zero_point" in parts:
         # packed along the outputs
         zeros = _fields(parts[".weight_zero_point"], packing.bits).permute(0, 2, 1).flatten(0, 1)[: shape[0]]
+        if packing.symmetric and not bool((zeros == 1 << (packing.bits - 1)).all()):
+            raise Unquantizable(".weight_zero_point: not the middle, where `symmetric` says so")
     return integers.contiguous(), parts[".weight_scale"], zeros
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.linear.quantize import Int4Weight, Int8Weight
+from kernels.linear.quantize import Int4Weight, Int8Weight, Unquantizable
 from loadtest import quality
 from services.cli import doctor_stack
 from services.cli.doctor import FAIL
@@ -165,6 +165,10 @@ def test_a_zero_of_nought_is_stored_with_a_borrow() -> None:
         ({"quant_method": "awq", "version": "gemv"}, "version", "'gemv' is not supported, only gemm"),
         ({"quant_method": "awq", "zero_point": False}, "zero_point", "False is not supported, only true"),
         ({"quant_method": "awq", "bits": 8, "group_size": -1}, "bits", "8 is not supported, only 4"),
+        ({"quant_method": "awq", "bits": None, "w_bit": 8}, "w_bit", "8 is not supported, only 4"),
+        ({"quant_method": "awq", "group_size": None, "q_group_size": 16}, "q_group_size", "16 is not supported"),
+        ({"quant_method": "awq", "version": None, "format": "marlin"}, "format", "'marlin' is not supported"),
+        ({"quant_method": None, "method": "exl2"}, "method", "'exl2' is not supported"),
         ({"quant_method": "compressed-tensors"}, "format", "only pack-quantized"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups", "only one group"),
     ],
@@ -230,6 +234,29 @@ def test_what_is_wrong_with_a_tensor_is_told(gptq: Path, changes: dict[str, Any]
         load_decoder(gptq, "float32", "torch")
     assert error.value.param == name
     assert str(gptq) in error.value.message
+
+
+def test_zeros_of_a_symmetric_checkpoint_are_the_middle() -> None:
+    packing = Packing("compressed-tensors", 4, 32, symmetric=True)
+    parts = {
+        ".weight_packed": torch.zeros(8, 4, dtype=torch.int32),
+        ".weight_scale": torch.ones(8, 1, dtype=torch.float16),
+        ".weight_shape": torch.tensor([8, 32]),
+    }
+    middle = torch.tensor([[-0x77777778]], dtype=torch.int32)  # 8 in each field
+    for told in (parts, parts | {".weight_zero_point": middle}):
+        found = unpacked(packing, told, (8, 32))
+        assert isinstance(found, Int4Weight)
+        assert bool((found.floats() == -8).all())
+    with pytest.raises(Unquantizable, match="weight_zero_point: not the middle"):
+        unpacked(packing, parts | {".weight_zero_point": middle + 1}, (8, 32))
+
+
+def test_outputs_that_fill_no_words_are_told(gptq: Path) -> None:
+    change_config(gptq, intermediate_size=252)
+    change_tensors(gptq, {"model.layers.0.mlp.down_proj.g_idx": torch.zeros(252, dtype=torch.int32)})
+    with pytest.raises(SettingsError, match=r"a matrix \(.*252.*\) does not fill words of 8 integers"):
+        load_decoder(gptq, "float32", "torch")
 
 
 def test_a_file_that_ends_early_is_told(gptq: Path) -> None:
