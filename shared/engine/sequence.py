@@ -330,7 +330,8 @@ class Sequence:
         if num_output_tokens < 0:
             raise ValueError("a sequence cannot be cut inside its prompt")
         if not self.spec.compute_only:
-            del self.tokens[self.spec.num_prompt_tokens + num_output_tokens :]
+            # a new list: steps in flight look at the old one, see `TokenPrefix`
+            self.tokens = self.tokens[: self.spec.num_prompt_tokens + num_output_tokens]
 
     def end(self, finish: str) -> None:
         """Finish: rows of steps in flight no longer count."""

@@ -27,7 +27,10 @@ class TokenPrefix(Sequence[int]):
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
         if isinstance(index, slice):
-            return tuple(self._tokens[slice(*index.indices(self._length))])
+            places = range(self._length)[index]
+            if places.step < 0:  # where it ends may be -1, which would count from a list's end
+                return tuple(self._tokens[place] for place in places)
+            return tuple(self._tokens[places.start : places.stop : places.step])
         return self._tokens[range(self._length)[index]]
 
     def __iter__(self) -> Iterator[int]:
