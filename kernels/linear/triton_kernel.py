@@ -232,7 +232,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         makes its products NaN.
 
     Raises:
-        KernelArgumentError: an argument is not as above.
+        KernelArgumentError: an argument is not as above, or the card has no float8.
     """
     check_shape("x", x, None, None)
     check_dtype("x", x, *FLOATS)
@@ -240,6 +240,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     if dtype not in (torch.int8, torch.float8_e4m3fn):
         raise KernelArgumentError(f"dtype is {dtype}, expected torch.int8 or torch.float8_e4m3fn")
+    if dtype == torch.float8_e4m3fn:
+        _require_float8("dtype", x.device)
     q = torch.empty((num_rows, width), dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
@@ -346,7 +348,12 @@ def check_alone(weight: DeviceWeight) -> None:
 
 def check_float8(name: str, weight: DeviceWeight) -> None:
     """Raise `KernelArgumentError` where a card does not multiply this weight's float8."""
-    if weight.kind == "fp8" and capability(weight.data.device) < FP8_CAPABILITY:
+    if weight.kind == "fp8":
+        _require_float8(name, weight.data.device)
+
+
+def _require_float8(name: str, device: torch.device) -> None:
+    if capability(device) < FP8_CAPABILITY:
         raise KernelArgumentError(f"{name} is float8_e4m3fn, whose products this card does not have; int8 ones it has")
 
 

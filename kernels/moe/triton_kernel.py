@@ -24,7 +24,7 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.linear.triton_kernel import check_float8, is_roomy, quantize_rows, whole_zeros
+from kernels.linear.triton_kernel import MAX_FEATURES, check_float8, is_roomy, quantize_rows, whole_zeros
 from kernels.linear.triton_parts import finished, split_features, split_sum
 from kernels.linear.triton_weights import DeviceWeight
 
@@ -290,6 +290,7 @@ def experts(
 
     Args:
         x: [num_tokens, hidden] floats, rows contiguous; of plain weights' dtype.
+        gate_up, down: of at most `kernels.linear.triton_kernel.MAX_FEATURES` inputs, without bias or permutation.
 
     Raises:
         KernelArgumentError: a tensor does not fit.
@@ -364,12 +365,23 @@ def _grouped(x: Tensor, weight: DeviceWeight, pairs: Sorted, num_pairs: int, top
     return y
 
 
+def _check_weight(name: str, weight: DeviceWeight, dtype: torch.dtype) -> None:
+    if weight.kind == "plain":
+        check_dtype(name, weight.data, dtype)
+    check_float8(name, weight)
+    for part in ("bias", "permutation"):
+        if getattr(weight, part) is not None:
+            raise KernelArgumentError(f"{name} has a {part}, expected none of experts")
+    if weight.in_features > MAX_FEATURES:
+        raise KernelArgumentError(f"{name} has {weight.in_features} input features, expected at most {MAX_FEATURES}")
+
+
 def _check(x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, ids: Tensor, shares: Tensor) -> tuple[int, int]:
     check_shape("x", x, None, gate_up.in_features)
-    check_dtype("x", x, *((gate_up.data.dtype,) if gate_up.kind == "plain" else FLOATS))
+    check_dtype("x", x, *FLOATS)
     check_rows("x", x)
-    check_float8("gate_up", gate_up)
-    check_float8("down", down)
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        _check_weight(name, weight, x.dtype)
     if (down.in_features, down.out_features) != (gate_up.out_features // 2, gate_up.in_features):
         raise KernelArgumentError(f"down is [{down.out_features}, {down.in_features}], expected "
                                   f"[{gate_up.in_features}, {gate_up.out_features // 2}]")  # fmt: skip

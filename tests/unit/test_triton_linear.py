@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.testing import DEVICE, INTERPRETED, assert_close, guarded_like
+from kernels.testing import DEVICE, INTERPRETED, assert_close, guarded_like, require_float8
 
 # isort: split
 from kernels.arguments import KernelArgumentError
@@ -68,6 +68,7 @@ KINDS = ["plain", "int8", "w8a8", "fp8", "int4-32", "int4-64", "int4-128"]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_is_that_of_the_matrix(kind: str, dtype: torch.dtype) -> None:
+    require_float8(kind)
     weight = made(kind, 72, 384, dtype)
     x = guarded_like(randn(5, 384, dtype=dtype, seed=3))
     # tensor cores add products of float8 in fewer bits than float32 has
@@ -94,6 +95,7 @@ def test_odd_sizes(kind: str, num_rows: int, out_features: int, in_features: int
 @pytest.mark.parametrize("kind", ["plain", "w8a8", "int4-64"] if INTERPRETED else KINDS)
 def test_rows_do_not_depend_on_how_many_there_are(kind: str) -> None:
     """The split grid, the persistent grid and every tile height give a row the same bits."""
+    require_float8(kind)
     out_features, in_features = (72, 640) if INTERPRETED else (1032, 4224)
     weight = made(kind, out_features, in_features, torch.bfloat16)
     assert in_features > split_features(weight.kind, in_features, out_features)
@@ -143,6 +145,7 @@ def test_whole_zeros_with_and_without_a_permutation(group: int, ordered: bool) -
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_rows_are_quantized_by_their_own_scale(dtype: torch.dtype) -> None:
+    require_float8(dtype)
     x = randn(4, 130, seed=5)
     x[1], x[2, 7], x[3, 0] = 0.0, 1e6, torch.nan
     q, scales = quantize_rows(x, dtype)
@@ -157,19 +160,33 @@ def test_rows_are_quantized_by_their_own_scale(dtype: torch.dtype) -> None:
         assert torch.equal(q[0].float(), (x[0] / scales[0]).to(dtype).float())
 
 
-def test_a_broken_row_spoils_only_itself() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_row_spoils_only_itself(kind: str) -> None:
+    require_float8(kind)
     x = randn(3, 128, dtype=torch.bfloat16)
     for bad in (torch.nan, torch.inf):
         x[1, 5] = bad
-        for kind in KINDS:
-            y = linear(x, made(kind, 16, 128, torch.bfloat16))
-            assert not y[1].isfinite().all(), kind
-            assert y[[0, 2]].isfinite().all(), kind
+        y = linear(x, made(kind, 16, 128, torch.bfloat16))
+        assert not y[1].isfinite().all()
+        assert y[[0, 2]].isfinite().all()
 
 
 def test_float8_is_refused_where_the_card_has_none_of_it() -> None:
-    with pretend((8, 0)), pytest.raises(KernelArgumentError, match="weight is float8_e4m3fn"):
-        linear(randn(2, 64), fp8_channels(randn(8, 64)))
+    """And its tests skip there."""
+    weight = fp8_channels(randn(8, 64))
+    with pretend((8, 0)):
+        with pytest.raises(KernelArgumentError, match="weight is float8_e4m3fn"):
+            linear(randn(2, 64), weight)
+        with pytest.raises(KernelArgumentError, match=r"dtype is float8_e4m3fn, whose products this card"):
+            quantize_rows(randn(2, 64), torch.float8_e4m3fn)
+        assert quantize_rows(torch.empty(0, 64, device=DEVICE), torch.int8)[0].shape == (0, 64)
+        for kind in ("fp8", "float8_e4m3fn", torch.float8_e4m3fn):
+            with pytest.raises(pytest.skip.Exception, match="this card has no float8"):
+                require_float8(kind)
+        for kind in ("int8", "w8a8", torch.int8, None):
+            require_float8(kind)
+    with pretend((8, 9)):
+        require_float8("fp8")
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.testing import DEVICE, INTERPRETED, assert_close
+from kernels.testing import DEVICE, INTERPRETED, assert_close, require_float8
 
 # isort: split
 from kernels import moe
 from kernels.activation.triton_kernel import gate_mul
 from kernels.arguments import KernelArgumentError
-from kernels.linear.triton_kernel import linear
+from kernels.linear.triton_kernel import MAX_FEATURES, linear
 from kernels.linear.triton_weights import DeviceWeight, dequantized, fp8_channels, int4_groups, int8_channels, plain
 from kernels.moe.triton_kernel import experts, route, sort_by_expert, stacked
 
@@ -114,6 +115,7 @@ def test_experts(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["w8a8", "fp8"])
 def test_experts_over_rows_of_8_bits_multiply_as_a_layer_alone_does(kind: str) -> None:
+    require_float8(kind)
     hidden, width, num_experts, top_k = 160, 96, 3, 2
     ups = parts(kind, num_experts, 2 * width, hidden, torch.bfloat16, 1)
     downs = parts(kind, num_experts, hidden, width, torch.bfloat16, 2)
@@ -128,10 +130,13 @@ def test_experts_over_rows_of_8_bits_multiply_as_a_layer_alone_does(kind: str) -
     assert_close(experts(x, stacked(ups), stacked(downs), ids, shares), wanted, torch.bfloat16)
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize("kind", ["plain"] if INTERPRETED else ["plain", "int8", "int4", "w8a8", "fp8"])
+def test_a_token_does_not_depend_on_the_others(kind: str) -> None:
+    """Over blocks of every size."""
+    require_float8(kind)
     hidden, width, num_experts, num_tokens = (64, 32, 2, 140) if INTERPRETED else (1024, 768, 8, 1400)
-    gate_up, _ = made("plain", num_experts, 2 * width, hidden, torch.bfloat16, 1)
-    down, _ = made("plain", num_experts, hidden, width, torch.bfloat16, 2)
+    gate_up, _ = made(kind, num_experts, 2 * width, hidden, torch.bfloat16, 1)
+    down, _ = made(kind, num_experts, hidden, width, torch.bfloat16, 2)
     x = randn(num_tokens, hidden, dtype=torch.bfloat16, seed=3)
     ids, shares = route(randn(num_tokens, num_experts, seed=4), 2)
     whole = experts(x, gate_up, down, ids, shares)
@@ -141,6 +146,16 @@ def test_a_token_does_not_depend_on_the_others() -> None:
         assert torch.equal(alone, whole[rows]), count
 
 
+def called(gate_up: DeviceWeight, down: DeviceWeight) -> Tensor:
+    """Two tokens, each of one expert."""
+    ids = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+    return experts(randn(2, gate_up.in_features), gate_up, down, ids, randn(2, 1))
+
+
+UP, DOWN = (stacked([plain(randn(*shape))] * 3) for shape in ((8, 64), (64, 4)))
+WIDE = MAX_FEATURES + 1
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -148,15 +163,17 @@ def test_a_token_does_not_depend_on_the_others() -> None:
         (lambda: sort_by_expert(torch.zeros(2, 2, dtype=torch.int64), 4, 16), r"ids is torch.int64"),
         (lambda: stacked([plain(randn(8, 64)), plain(randn(8, 32))]), r"\[8, 32\] and plain \[8, 64\]"),
         (lambda: stacked([plain(randn(8, 64), randn(8))]), r"an expert of plain has a bias"),
+        (lambda: called(UP, stacked([plain(randn(64, 5))] * 3)), r"down is \[64, 5\], expected \[64, 4\]"),
+        (lambda: called(UP, replace(DOWN, data=DOWN.data.half())), r"down is torch\.float16, expected torch\.float32"),
+        (lambda: called(replace(UP, bias=randn(8)), DOWN), "gate_up has a bias, expected none"),
+        (lambda: called(UP, replace(DOWN, permutation=torch.arange(4, device=DEVICE))), "down has a permutation"),
         (
-            lambda: experts(
-                randn(2, 64),
-                stacked([plain(randn(8, 64))] * 3),
-                stacked([plain(randn(64, 5))] * 3),
-                torch.zeros(2, 1, dtype=torch.int32, device=DEVICE),
-                randn(2, 1),
-            ),
-            r"down is \[64, 5\], expected \[64, 4\]",
+            lambda: called(stacked([int8_channels(randn(8, WIDE), "w8a8")]), stacked([plain(randn(WIDE, 4))])),
+            f"gate_up has {WIDE} input features, expected at most {MAX_FEATURES}",
+        ),
+        (
+            lambda: called(stacked([plain(randn(2 * WIDE, 1))]), stacked([int8_channels(randn(1, WIDE), "w8a8")])),
+            f"down has {WIDE} input features, expected at most {MAX_FEATURES}",
         ),
     ],
 )
