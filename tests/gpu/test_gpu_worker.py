@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.testing import require_float8
+
+# isort: split
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import BlockGeneration, Incarnation, RequestId, WorkerId
@@ -222,11 +225,8 @@ def test_exact_pools_run_alone_as_among_others(
 
 
 def test_float8_pools_run_where_the_card_has_them(judge: tuple[Any, Path], tmp_path: Path) -> None:
+    require_float8("fp8")
     wanted = options(judge[1], tmp_path, kv_dtype="fp8")
-    if torch.cuda.get_device_capability() < (8, 9):
-        with pytest.raises(SettingsError, match="needs sm_89 or newer"):
-            open_worker_engine(wanted, WorkerId("decode-gpu"))
-        return
     core = open_worker_engine(wanted, WorkerId("decode-gpu"))
     core.start()
     try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.testing import DEVICE, INTERPRETED
+from kernels.testing import DEVICE, INTERPRETED, require_float8
 
 # isort: split
 from kernels.chip import pretend
@@ -61,11 +61,6 @@ def two_steps(runs: Runs) -> Tensor:
     return torch.stack([runs.rows["a", i] for i in (5, 6)])
 
 
-def require_float8(quant: str) -> None:
-    if DEVICE.type == "cuda" and quant == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this card has no float8")
-
-
 @pytest.mark.parametrize("quant", ["w8a8", "fp8"])
 def test_rows_and_weights_of_8_bits_give_the_logits_of_what_they_stand_for(
     quant: str, one_layer: Path, monkeypatch: pytest.MonkeyPatch
@@ -83,8 +78,10 @@ def test_rows_and_weights_of_8_bits_give_the_logits_of_what_they_stand_for(
     expected = two_steps(Runs(model))
     monkeypatch.setattr(device_decoder, "linear", product)
     unrounded = two_steps(Runs(model))
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert (found - unrounded).abs().max() > 1e-3 * expected.abs().max(), "rounding of rows shows"
+    # tensor cores hold sums of float8 in 13 or 14 bits, and a row that rounds the other way then moves by a step
+    limit = 1e-4 if INTERPRETED or quant == "w8a8" else 3e-2
+    assert (found - expected).abs().max() < limit * expected.abs().max()
+    assert (unrounded - expected).abs().max() > max(limit, 1e-3) * expected.abs().max(), "rounding of rows shows"
 
 
 @pytest.mark.parametrize("quant", ["int4", "fp8"])

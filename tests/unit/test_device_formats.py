@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.testing import DEVICE, INTERPRETED
+from kernels.testing import DEVICE, INTERPRETED, require_float8
 
 # isort: split
 from kernels.dispatch import choose
@@ -138,8 +138,7 @@ def plain(folder: Path) -> Tensor:
 def test_kv_of_8_bits_gives_the_logits_of_what_it_stands_for(
     kv_dtype: str, folder: Path, plain: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if DEVICE.type == "cuda" and kv_dtype != "int8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this card has no float8")
+    require_float8(kv_dtype)
     model = load_device_decoder(folder, "float32", DEVICE.type)
     store, rounded = device_decoder.rotary_store_kv, rounds(kv_dtype)
 
@@ -305,6 +304,7 @@ def test_every_format_is_another_numerics_id(folder: Path) -> None:
 
 def test_a_gpu_s_configurations_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over more than one window and chunk; KV of 8 bits and integer weights are farther off than bfloat16."""
+    require_float8("fp8")
     folder = make_tiny_model(tmp_path, num_hidden_layers=1, head_dim=64)
     monkeypatch.setattr(quality, "load_sets", lambda _: {"code": IDS[:20]})
     monkeypatch.setattr(quality, "WINDOW", 12)

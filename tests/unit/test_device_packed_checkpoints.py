@@ -56,7 +56,7 @@ def test_logits_are_those_of_the_values(make: Callable[[], Any], form: Form, tmp
     integers = write(tmp_path / "plain", tmp_path / "packed", tmp_path / "floats", form)
     judge = type(plain).from_pretrained(tmp_path / "floats", dtype=torch.float32).eval()
     with torch.no_grad():
-        expected = judge(torch.tensor(IDS[:6])[None]).logits[0].to(DEVICE)
+        expected = judge(torch.tensor(IDS[:6])[None]).logits[0]
     model = load_device_decoder(tmp_path / "packed", "float32", DEVICE.type)
     o = model.weights.layers[0].o
     values = torch.from_numpy(integers["model.layers.0.self_attn.o_proj.weight"].values())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.testing import DEVICE, INTERPRETED, assert_close, guarded_like
+from kernels.testing import DEVICE, INTERPRETED, assert_close, guarded_like, require_float8
 
 # isort: split
 from kernels.activation.triton_kernel import gate_mul
@@ -116,6 +116,7 @@ def test_rotary_and_store(head_dim: int, num_q: int, num_kv: int, with_norm: boo
 
 @pytest.mark.parametrize("pool_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_an_8_bit_pool_gets_a_scale_a_row(pool_dtype: torch.dtype) -> None:
+    require_float8(pool_dtype)
     head_dim, num_q, num_kv, block_size = 80, 2, 2, 16
     table = rotary_table(frequencies.plain(head_dim, 1e4), 9, torch.float32).to(DEVICE)
     positions, slots = torch.tensor([0, 8, 3], device=DEVICE), torch.tensor([33, -1, 0], device=DEVICE)
