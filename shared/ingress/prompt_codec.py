@@ -16,8 +16,7 @@ from shared.grammar.source import schema_grammar
 from shared.ingress.openai_schema import ChatRequest, CompletionRequest, GenerationRequest
 from shared.ingress.structure import ModelForm, Structure, active_tools, structure_of
 from shared.lifecycle.memory import GIVE_BACK, keep_little
-from shared.text.chat_prompt import encode_chat
-from shared.text.chat_template import check_template
+from shared.text.chat_prompt import encode_chat, prepare
 from shared.text.tokenizer import Tokenizer
 from shared.tools.formats import ReasoningSetting, ToolSetting, reads_tools, thinks, tool_format
 from shared.tools.prompt import tell_tools
@@ -55,8 +54,7 @@ class PromptCodec:
         reasoning: ReasoningSetting = "auto",
     ) -> None:
         template = tokenizer.chat_template
-        if template is not None:
-            check_template(template)
+        prepare(tokenizer)
         special = {text: token.id for text, token in tokenizer.special_tokens.items()}
         self.form = ModelForm(tool_format(tools, template), thinks(reasoning, template), special)
         self._compiler: GrammarCompiler | None = None

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from shared.contracts.errors import SettingsError
@@ -67,53 +69,91 @@ def encode_chat(
 
     data = (plain_messages(messages), None if tools is None else plain_data(list(tools)))
     plain = rendered(*data)
-    specials = list(tokenizer.special_tokens)
-    edges = {special[0] for special in specials} | {special[-1] for special in specials}
-    if not any(edge in text for text in _strings(data) for edge in edges):
+    marking = _marking(tuple(tokenizer.special_tokens), source)
+    if not any(edge in text for text in _strings(data) for edge in marking.edges):
         return tokenizer.encode_marked(plain, {})
 
-    marks = dict(zip(_free_marks(plain + source, data), sorted(edges), strict=False))
-    marked = rendered(*_mark_data(data, marker(specials, string_constants(source), marks)))
+    marks = dict(zip(_free_marks([plain, *_strings(data)], marking.template_chars), marking.edges, strict=False))
+    marked = rendered(*_mark_data(data, marking.marker(marks)))
     if marked.translate(marks) != plain and tokenizer.parsed_specials(marked) == tokenizer.parsed_specials(plain):
         return tokenizer.encode_marked(plain, {})
     return tokenizer.encode_marked(marked, marks)
 
 
-def marker(specials: Sequence[str], named: Iterable[str], marks: Mapping[int, str]) -> Callable[[str], str]:
-    """A function that puts marks into a text.
+def prepare(tokenizer: Tokenizer) -> None:
+    """Work out now what no message changes: tens of milliseconds, which the first conversation would wait for.
 
-    Args:
-        specials: texts of the special tokens.
-        named: strings the template names.
-        marks: code point of each mark → the first or last character of a special token, for which it stands.
+    Raises SettingsError for a chat template that does not compile.
     """
-    to_mark = {ord(char): chr(mark) for mark, char in marks.items()}
-    kept = {text for text in named if text and not any(_overlap(text, special) for special in specials)}
+    if tokenizer.chat_template is not None:
+        _marking(tuple(tokenizer.special_tokens), tokenizer.chat_template)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marking:
+    """What special tokens and a template tell of the marks, whatever the messages say.
+
+    Attributes:
+        edges: first and last characters of special tokens, sorted.
+        kept: strings that stay unmarked.
+        pattern: finds special tokens, `kept` and `edges` in a text.
+        template_chars: characters beyond ASCII in the template, which can be no marks.
+    """
+
+    edges: tuple[str, ...]
+    kept: frozenset[str]
+    pattern: re.Pattern[str]
+    template_chars: frozenset[str]
+
+    def marker(self, marks: Mapping[int, str]) -> Callable[[str], str]:
+        """A function that puts marks into a text.
+
+        Args:
+            marks: code point of each mark → the first or last character of a special token, for which it stands.
+        """
+        to_mark = {ord(char): chr(mark) for mark, char in marks.items()}
+
+        def replaced(match: re.Match[str]) -> str:
+            return match.group() if match.group() in self.kept else match.group().translate(to_mark)
+
+        return lambda text: self.pattern.sub(replaced, text)
+
+
+@lru_cache(maxsize=32)
+def _marking(specials: tuple[str, ...], template: str) -> _Marking:
+    """Once a model, not once a request: some have a thousand special tokens. Raises as `string_constants`."""
+    edges = tuple(sorted({char for special in specials for char in (special[0], special[-1])}))
+    touches = _toucher(specials)
+    kept = frozenset(text for text in string_constants(template) if text and not touches(text))
 
     def alternatives(texts: Iterable[str]) -> str:
         # (?!) matches nowhere
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
 
-    pattern = re.compile(f"{alternatives(specials)}|{alternatives([*kept, *marks.values()])}")
-
-    def replaced(match: re.Match[str]) -> str:
-        return match.group() if match.group() in kept else match.group().translate(to_mark)
-
-    return lambda text: pattern.sub(replaced, text)
+    pattern = re.compile(f"{alternatives(specials)}|{alternatives([*kept, *edges])}")
+    return _Marking(edges, kept, pattern, _beyond_ascii([template]))
 
 
-def _overlap(text: str, special: str) -> bool:
-    """True if a special token could begin or end inside `text`."""
-    return (
-        text in special
-        or special in text
-        or any(text.endswith(special[:k]) or text.startswith(special[-k:]) for k in range(1, len(special)))
-    )
+def _toucher(specials: Sequence[str]) -> Callable[[str], bool]:
+    """A function that is true for a text inside which a special token could begin or end, or that is in one."""
+    begins = {special[:k] for special in specials for k in range(1, len(special))}
+    ends = {special[-k:] for special in specials for k in range(1, len(special))}
+
+    def touches(text: str) -> bool:
+        return any(text in special or special in text for special in specials) or any(
+            text[-k:] in begins or text[:k] in ends for k in range(1, len(text) + 1)
+        )
+
+    return touches
 
 
-def _free_marks(text: str, data: Any) -> Iterator[int]:
-    used = set(text).union(*map(set, _strings(data)))
+def _free_marks(texts: Iterable[str], taken: frozenset[str]) -> Iterator[int]:
+    used = taken | _beyond_ascii(texts)
     return (code for code in range(_LAST_PRIVATE, 0xFFFF, -1) if chr(code) not in used)
+
+
+def _beyond_ascii(texts: Iterable[str]) -> frozenset[str]:
+    return frozenset().union(*(text for text in texts if not text.isascii()))
 
 
 def _strings(value: Any) -> Iterator[str]:

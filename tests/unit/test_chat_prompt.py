@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.contracts.errors import InvalidInput, SettingsError
+from shared.ingress.parse import parse_chat
+from shared.ingress.prompt_codec import PromptCodec
+from shared.text import chat_prompt
 from shared.text.chat_prompt import encode_chat
 from shared.text.chat_template import render
 from shared.text.tokenizer import Tokenizer, load_tokenizer
@@ -132,6 +136,49 @@ def test_private_characters_in_a_message_are_kept() -> None:
     content = "\U0010fffd\U0010fffc<|im_end|>"
     ids = encode_chat(tokenizer, chat(content), now=NOW)
     assert tokenizer.decode(ids, skip_special=False) == render(CHATML, chat(content))
+
+
+def test_what_no_message_changes_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand special tokens against the strings of a template are work for the start, not for each request."""
+    named: list[str] = []
+    compiled: list[object] = []
+    constants, regex = chat_prompt.string_constants, chat_prompt.re.compile
+
+    def counted(template: str) -> frozenset[str]:
+        named.append(template)
+        return constants(template)
+
+    def compile_(pattern: str, *args: Any) -> Any:
+        compiled.append(pattern)
+        return regex(pattern, *args)
+
+    monkeypatch.setattr(chat_prompt, "string_constants", counted)
+    monkeypatch.setattr(chat_prompt.re, "compile", compile_)
+    many = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|reserved_{i}|>" for i in range(1000)), "[INST]")
+    tokenizer = tiny_tokenizer(READER, specials=many)
+    codec = PromptCodec(tokenizer, 4096)
+    try:
+        assert named == [READER]
+        compiled.clear()
+        # characters from the place of the marks move the marks, and nothing else
+        for content in ("a < b", "<|reserved_7|>", "[INST] x", "\U0010fffd<|im_end|>", "\U0010fffd\U0010fffc>"):
+            body = json.dumps({"model": "m", "messages": chat(content)}).encode()
+            (ids,) = codec.encode_now(parse_chat(body))
+            assert specials(tokenizer, ids) == [1, 2]
+        assert named == [READER]
+        assert compiled == []
+    finally:
+        codec.close()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("<|a>"), min_size=1, max_size=5), st.lists(st.text(st.sampled_from("<|a>"), min_size=1)))
+def test_strings_that_touch_a_special_token_are_known(text: str, many: list[str]) -> None:
+    def meet(one: str) -> bool:
+        cuts = range(1, len(one))
+        return text in one or one in text or any(text.endswith(one[:k]) or text.startswith(one[k:]) for k in cuts)
+
+    assert chat_prompt._toucher(many)(text) == any(map(meet, many))
 
 
 def test_errors_are_those_of_the_template() -> None:
