@@ -19,8 +19,8 @@ DONE = "done"
 OPEN = "open"
 """Nobody runs it, and it has no answer: the next claim gets it."""
 REFUSED = "refused"
-"""It was refused before anything was begun. A first run's record goes, as if the key had never been used; a later
-run's is open."""
+"""It was refused before anything was begun. A first run's record goes, as if the key had never been used, and so does
+one that only its claimer had and never wrote to; a later run's is open."""
 RECORD_GAP = "record_gap"
 """Code of the Conflict that tells a writer that parts before its own are missing: Redis lost them."""
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
+from services.gateway import keyed_run
+from services.gateway.keyed_run import Begun, KeyedRun
+from services.gateway.once import Key, Once
+from services.gateway.stored_run import StoredRun
 from services.policy.idempotency import MAX_PART_BYTES
 from services.policy.responses import RUNNING_S, ResponseRecords
 from shared.contracts import idempotency_messages as i
 from shared.contracts import response_messages as r
-from shared.contracts.errors import Conflict, Forbidden, NotFound, ProtocolError
+from shared.contracts.errors import Conflict, Forbidden, NotFound, ProtocolError, Unavailable
 from shared.contracts.ids import IngressId, RequestId, TenantId
 from shared.store.redis_store import RedisStore, connect_redis
 from shared.store.sealed import Sealer
@@ -161,6 +167,53 @@ async def test_one_that_was_refused_leaves_nothing(store: Store) -> None:
     await store.write(mine, state=i.REFUSED)
     assert await store.total() == 0
     assert len(await store.keys()) == 1
+
+
+async def test_one_whose_claims_were_not_answered_leaves_nothing(store: Store) -> None:
+    for tries in (2, 5):
+        for _ in range(tries):
+            mine = await store.claim()
+        assert mine.run == tries
+        for _ in range(2):  # the answer to the first may be lost
+            assert (await store.write(mine, state=i.REFUSED)).held
+        assert await store.keys() == []
+
+
+async def test_one_that_may_have_begun_stays_when_its_next_run_is_refused(store: Store) -> None:
+    asked, began, moved = [await store.claim(name=name) for name in (b"asked", b"began", b"moved")]
+    await store.put(asked, b"x")
+    await store.write(began)
+    for name in (b"asked", b"began"):
+        await store.write(await store.claim(name=name), state=i.REFUSED)
+    await store.write(await store.claim(B, name=b"moved", lost=A), state=i.REFUSED, who=B)
+    for mine in (asked, began, moved):
+        assert (await store.find(mine.request_id)).outcome == i.OPEN
+
+
+async def test_a_stored_response_whose_claim_was_not_answered_leaves_no_record(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keyed_run, "LATE_PAUSE_S", 0.02)
+    lost = [Unavailable("no answer in time")] * 3
+
+    async def ask(claim: i.IdempotencyClaim) -> i.IdempotencyState:
+        found = await store.kept.claim(T, claim)
+        if lost:
+            raise lost.pop()
+        return found.state
+
+    async def begin(run: KeyedRun) -> Begun:
+        raise AssertionError("its client is gone")
+
+    make_run = partial(StoredRun, store.kept.write, store.kept.keep_input)
+    once = Once(ask, store.kept.write, A, 0.0, lambda _, *of: make_run(*of))
+    with pytest.raises(Unavailable):
+        await once.enter(Key(T, bytes(32), b"n", b""), begin)
+    async with asyncio.timeout(30):
+        while once.entries:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+    assert not lost
+    assert await store.keys() == []
 
 
 async def test_a_tenant_has_so_much(store: Store) -> None:

@@ -21,6 +21,9 @@ local function take()
   forget(redis.call('HGET', KEYS[1], 'id'))
   redis.call('DEL', KEYS[2])
   redis.call('HDEL', KEYS[1], 'unkept')
+  if found[3] and found[3] ~= ARGV[3] then
+    redis.call('HSET', KEYS[1], 'moved', 1) -- what the owner before began nobody knows here
+  end
   redis.call('HSET', KEYS[1], 'state', 'running', 'owner', ARGV[3])
   redis.call('HINCRBY', KEYS[1], 'run', 1)
   redis.call('EXPIRE', KEYS[1], ARGV[5])

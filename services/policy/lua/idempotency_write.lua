@@ -3,7 +3,8 @@
 --       prompt tokens, completion tokens, most bytes of the tenant's parts, parts ...
 -- Returns 1, 2 when the run shall end, 0 when another run has the record, -2 when it is gone, -1 when parts before the
 -- first one are missing.
--- A first run that was refused before it began: the record goes. That it is gone is then well, a repeated write finds so.
+-- A run that was refused before it began, with none before it that may have begun: the record goes. That it is gone is
+-- then well, a repeated write finds so. Runs of one owner that never wrote are claims whose answers were lost.
 -- Where the parts would be too many bytes, none of this run's are kept: it ends as one without an answer.
 local found = redis.call('HMGET', KEYS[1], 'owner', 'run', 'state', 'id', 'unkept', 'cancel')
 local state, unkept = ARGV[4], found[5]
@@ -20,7 +21,11 @@ end
 if found[3] == 'done' then
   return 1
 end
-if state == 'refused' and ARGV[3] ~= '1' then
+local function begun()
+  local marks = redis.call('HMGET', KEYS[1], 'epoch', 'moved')
+  return marks[1] or marks[2] or redis.call('LLEN', KEYS[5]) > 0
+end
+if state == 'refused' and ARGV[3] ~= '1' and begun() then
   state = 'open'
 end
 if state == 'done' and unkept then
