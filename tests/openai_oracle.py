@@ -287,23 +287,34 @@ def _line_validator() -> Any:
 
 def _lines_faults(body: bytes) -> list[str]:
     """Of a file that is a batch's output; there is nothing to hold another to."""
-    found: list[str] = []
-    for text in body.splitlines():
-        try:
-            line, constants = _read(text)
-        except ValueError:
-            return []
-        if not (isinstance(line, dict) and {"custom_id", "response", "error"} <= line.keys()):
-            return []
-        answers["line of a batch"] += 1
-        found += constants + [
-            f"a line at {_place(error)}: {error.message[:300]}" for error in _line_validator().iter_errors(line)
-        ]
-        if not found and (response := line["response"]) is not None:
-            value = response["body"]
-            failed = response["status_code"] >= 400
-            found += faults(value, "ErrorResponse" if failed else OF_LINES[value["object"]])
-    return found
+    lines = body.splitlines()
+    if not lines or not _is_output(lines[0]):
+        return []
+    return [fault for line in lines for fault in _line_faults(line)]
+
+
+def _line_faults(text: bytes) -> list[str]:
+    answers["line of a batch"] += 1
+    try:
+        line, found = _read(text)
+    except ValueError:
+        return ["a line of a batch is not JSON"]
+    found += [f"a line at {_place(error)}: {error.message[:300]}" for error in _line_validator().iter_errors(line)]
+    if found or (response := line["response"]) is None:
+        return found
+    value = response["body"]
+    return faults(value, "ErrorResponse" if response["status_code"] >= 400 else OF_LINES[value["object"]])
+
+
+def _is_output(first: bytes) -> bool:
+    """Is a file with this first line a batch's output? The lines of its input have a `custom_id` too."""
+    try:
+        line, _ = _read(first)
+    except ValueError:
+        return False
+    if not isinstance(line, dict):
+        return False
+    return {"custom_id", "response"} <= line.keys() or str(line.get("id")).startswith("batch_req_")
 
 
 def _read(text: str | bytes) -> tuple[Any, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -53,6 +54,38 @@ def test_it_finds_faults_in_streams_and_in_numbers() -> None:
             openai_oracle.check("/v1/chat/completions", 200, "text/event-stream", body)
     with pytest.raises(AssertionError, match="NaN"):
         openai_oracle.check("/v1/completions", 200, "application/json", b'{"a": NaN}')
+
+
+LINE = {"id": "batch_req_1", "custom_id": "a", "response": None, "error": {"code": "c", "message": "m"}}
+
+
+def lines_faults(*lines: object) -> list[str]:
+    body = b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    return openai_oracle.all_faults("GET", "/v1/files/file-1/content", 200, "application/octet-stream", body)
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in LINE.items() if key != name}
+
+
+@pytest.mark.parametrize("broken", [b"{", b"[]", b"", *map(without, LINE), LINE | {"id": 1}, LINE | {"more": 1}])
+@pytest.mark.parametrize("before", [[LINE], [LINE | {"id": 2}]])
+def test_it_finds_faults_in_a_batchs_lines_and_forgets_none(before: list[Any], broken: Any) -> None:
+    assert lines_faults(LINE, LINE) == []
+    expected = len(lines_faults(*before)) + 1
+    assert len(lines_faults(*before, broken, LINE)) == expected
+
+
+def test_a_batchs_first_line_tells_what_the_file_is() -> None:
+    wrong = LINE | {
+        "response": {"status_code": 200, "request_id": "r", "body": WHOLE | {"created": "1"}},
+        "error": None,
+    }
+    assert len(lines_faults(wrong, LINE)) == 1
+    assert len(lines_faults(without("error"), LINE)) == len(lines_faults(without("response"), LINE)) == 1
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}
+    for other in (b"plain text", b"[1]", asked, b""):
+        assert lines_faults(other, LINE) == []
 
 
 BAD = b'{"object": "list", "data": [{"id": "m"}]}'
