@@ -32,7 +32,7 @@ class JoinedHead:
         """Send `data` behind everything before it."""
         if self._head:
             head, self._head = self._head, b""
-            self._transport.writelines((head, data))
+            self._transport.write(head + data)  # some Pythons' `writelines` never pauses the protocol
         elif self._cycle is not None and self._cycle.response_started:
             self._cycle, self._head = None, data
             asyncio.get_running_loop().call_soon(self._flush)

@@ -21,9 +21,6 @@ class Transport:
     def write(self, data: bytes) -> None:
         self.sent.append(data)
 
-    def writelines(self, data: tuple[bytes, ...]) -> None:
-        self.sent.append(b"".join(data))
-
     def close(self) -> None:
         self.closed = True
 
