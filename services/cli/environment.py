@@ -30,7 +30,10 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MACHINES = ("x86_64", "aarch64")
 GPU_VARIABLE = "BATON_EXTRAS"
 PATH_VARIABLE = "BATON_PYTHONPATH"
-"""More folders that every process imports from, behind ours, such as a profiler's with a `sitecustomize`."""
+"""More folders that every process imports from, behind ours, such as a profiler's with a `sitecustomize`.
+
+Absolute ones: any other would stand for the folder where the user happens to be.
+"""
 EXIT_SETUP = 3
 HEARTBEAT_S = 15.0
 
@@ -81,9 +84,14 @@ def main(argv: Sequence[str]) -> int:
         print("\nbaton: set-up interrupted; the next start begins it anew", file=sys.stderr)
         return 130
     # what else the user has on PYTHONPATH is meant for another Python
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get(PATH_VARIABLE))))
+    os.environ["PYTHONPATH"] = import_path(os.environ.get(PATH_VARIABLE, ""))
     # -P: a folder named `services` where the user happens to be must not win over ours.
     return os.execv(python, [str(python), "-P", "-m", "services.cli", *argv])
+
+
+def import_path(more: str) -> str:
+    """Our `PYTHONPATH`; `more` is as the user gave it under `PATH_VARIABLE`."""
+    return os.pathsep.join((str(ROOT), *filter(os.path.isabs, more.split(os.pathsep))))
 
 
 def ensure(wish: Wish, root: Path, say: Callable[[str], None] | None = None) -> Path:

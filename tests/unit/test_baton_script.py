@@ -148,6 +148,12 @@ def test_a_real_failure_of_pip_is_one_sentence(root: Path) -> None:
         environment._run(command, "installing")
 
 
+@pytest.mark.parametrize("given", ["", ":", ".", "here:there/", ":/a::b:/c d:"])
+def test_nothing_is_imported_from_where_the_user_is(given: str) -> None:
+    folders = environment.import_path(given).split(os.pathsep)
+    assert folders == [str(ROOT), *(("/a", "/c d") if "/a" in given else ())]
+
+
 def test_the_script_parses_on_old_pythons() -> None:
     source = (ROOT / "baton").read_text()
     ast.parse(source, feature_version=(3, 5))
