@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 
 import msgspec
@@ -188,7 +189,7 @@ class Once:
         try:
             await entry.ready.wait()
             if entry.error is not None:
-                raise entry.error
+                raise copy(entry.error)  # the one that is kept would keep its readers' frames
         except BaseException:
             entry.detach()
             raise
@@ -197,17 +198,21 @@ class Once:
     # ------------------------------------------------------------------------------------------ an entry's task
 
     async def _work(self, name: tuple[TenantId, bytes], entry: Entry, key: Key, begin: Begin) -> None:
+        unanswered = False
         try:
-            await self._drive(entry, key, begin)
-        except _Unanswered as unanswered:
-            entry.fail(unanswered.error)
-            # whoever comes meanwhile is told the same
-            await self._give_back(key)
-        except BatonError as error:
-            entry.fail(error)
-        except Exception:
-            log.exception("a keyed request failed")
-            entry.fail(Internal("internal error"))
+            try:
+                await self._drive(entry, key, begin)
+            except _Unanswered as exc:
+                unanswered = True
+                entry.fail(exc.error)
+            except BatonError as error:
+                entry.fail(error)
+            except Exception:
+                log.exception("a keyed request failed")
+                entry.fail(Internal("internal error"))
+            if unanswered:
+                del begin  # it has the prompt, and this may take minutes
+                await self._give_back(key)  # whoever comes meanwhile is told the same
         finally:
             del self._entries[name]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -114,6 +116,33 @@ async def test_a_claim_whose_answer_was_lost_is_given_back(monkeypatch: pytest.M
             await asyncio.sleep(0.01)
     assert [claim.resume for claim in policy.claims] == [False, True, True, True]
     assert policy.written == [(4, i.OPEN)]
+
+
+async def test_a_request_is_not_held_while_its_claim_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_run, "LATE_PAUSE_S", 10 * WAIT_S)
+    once = Once(_Lossy(lost=1).ask, _write, IngressId("gw-1"), linger_s=0.05)
+    requests: weakref.WeakSet[_Request] = weakref.WeakSet()
+    for _ in range(2):
+        await _refused(once, requests)
+    gc.collect()
+    assert once.entries == 1
+    assert len(requests) == 0
+    (entry,) = once._entries.values()
+    assert entry.task is not None
+    entry.task.cancel()
+    await asyncio.wait({entry.task})
+
+
+class _Request:
+    async def begin(self, run: KeyedRun) -> Begun:
+        raise AssertionError("nobody gave it a run")
+
+
+async def _refused(once: Once, requests: weakref.WeakSet[_Request]) -> None:
+    request = _Request()
+    requests.add(request)
+    with pytest.raises(Unavailable, match="no answer in time"):
+        await once.enter(KEY, request.begin)
 
 
 @pytest.mark.parametrize("code", [SHUTTING_DOWN, NO_RESPONDERS])
