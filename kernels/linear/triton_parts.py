@@ -96,8 +96,9 @@ def _add_product(b_acc, b_w, b_x, ACC: tl.constexpr):
         b_bits = ((b_w.to(tl.int32) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True)
         b_sum = tl.dot((b_bits - 8388736.0).to(b_x.dtype), b_x, b_acc, input_precision="ieee")
     elif b_w.dtype == tl.float8e4nv:
-        # tensor cores add float8 products in few bits: each piece is added up outside
-        b_sum = b_acc + tl.dot(b_w, b_x, out_dtype=tl.float32)
+        # tensor cores add float8 products in few bits: each piece is added up outside. Below sm_90 a compiler that is
+        # told of no such limit would fold the sum into the product
+        b_sum = b_acc + tl.dot(b_w, b_x, max_num_imprecise_acc=b_w.shape[1], out_dtype=tl.float32)
     else:
         b_sum = tl.dot(b_w, b_x, b_acc, input_precision="ieee", out_dtype=ACC)
     return b_sum

@@ -34,6 +34,31 @@ def test_the_table_has_no_spill_in_attention() -> None:
     assert not [row for row in rows if row.spilled]
 
 
+def test_products_of_float8_are_added_up_outside_tensor_cores() -> None:
+    """Which hold sums of them in few bits. Folded into the product, a whole split would be summed in those."""
+    code = """
+import re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from kernels.aot.launches import record
+from kernels.aot.operations import FLOAT8
+from kernels.aot.variants import variants
+from kernels.chip import pretend
+
+(variant,) = (variant for variant in variants() if variant.name == "linear-fp8-1-6144")
+for chip in FLOAT8:
+    with pretend(chip):
+        (launch,) = (launch for launch in record(variant.call) if launch.kernel.fn.__name__ == "split_linear_kernel")
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    target = GPUTarget("cuda", chip[0] * 10 + chip[1], 32)
+    text = compile(source, target=target, options=launch.options).asm["ttir"]
+    (product,) = re.findall(r"(%\\w+) = tt\\.dot ", text)
+    print(len(re.findall(rf"arith\\.addf .*{product}\\b", text)))
+"""
+    done = run("-c", code)
+    assert done.stdout.split() == ["1", "1"], done.stdout + done.stderr
+
+
 ROW = Row("decode", "attend_kernel", "sm_90", "0" * 32, 255, 0, 1000)
 
 
