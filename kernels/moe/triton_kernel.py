@@ -200,22 +200,27 @@ def stacked(experts: Sequence[DeviceWeight]) -> DeviceWeight:
     """
     first = experts[0]
     for expert in experts:
-        same = (expert.kind, expert.data.shape, expert.group, expert.zeros is None) == (
-            first.kind, first.data.shape, first.group, first.zeros is None,
-        )  # fmt: skip
-        if not same:
+        if (expert.kind, expert.data.shape, expert.group) != (first.kind, first.data.shape, first.group):
             raise KernelArgumentError(f"experts are {expert.kind} {list(expert.data.shape)} and {first.kind} "
                                       f"{list(first.data.shape)}, expected all alike")  # fmt: skip
         if expert.bias is not None or expert.permutation is not None:
             raise KernelArgumentError(f"an expert of {expert.kind} has a bias or an order of its own, expected none")
     scales = [expert.scales for expert in experts if expert.scales is not None]
-    zeros = [expert.zeros for expert in experts if expert.zeros is not None]
     return replace(
         first,
         data=torch.stack([expert.data for expert in experts]),
         scales=torch.stack(scales) if scales else None,
-        zeros=torch.stack(zeros) if zeros else None,
+        zeros=_stacked_zeros(experts),
     )
+
+
+def _stacked_zeros(experts: Sequence[DeviceWeight]) -> Tensor | None:
+    """An expert without zeros gets those it means where another has some."""
+    known = next((expert.zeros for expert in experts if expert.zeros is not None), None)
+    if known is None:
+        return None
+    eights = torch.full_like(known, 8)
+    return torch.stack([eights if expert.zeros is None else expert.zeros for expert in experts])
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool = True) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,9 @@ def packed(parts: Sequence[Matrix], quant: Quant, bias: Tensor | None = None) ->
     )
     if quant.in_steps:
         zeros = minima.neg().to(torch.uint8)
-        return from_int4(integers, scales, zeros, quant.group, fours[0].order, bias)
+        # those of a symmetric checkpoint need not be read
+        unlike = None if bool((zeros == 8).all()) else zeros
+        return from_int4(integers, scales, unlike, quant.group, fours[0].order, bias)
     return from_minimum(integers, scales, minima, quant.group, bias)
 
 

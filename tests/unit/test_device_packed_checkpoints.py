@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 from kernels.testing import DEVICE, INTERPRETED
 
 # isort: split
+from kernels.linear.quantize import Int4Weight, Quant
+from kernels.linear.triton_kernel import linear
 from kernels.linear.triton_weights import dequantized
+from kernels.moe.triton_kernel import stacked
 from shared.contracts.errors import SettingsError
 from shared.model.device_decoder import load_device_decoder
+from shared.model.device_packing import packed
 from tests.device_models import BLOCKS, SIZES, TOKENS, VOCAB, Runs, part, save
 from tests.packed_checkpoints import Form, write
 
@@ -67,6 +72,30 @@ def test_logits_are_those_of_the_values(make: Callable[[], Any], form: Form, tmp
     runs.run(part("a", IDS[5:6], 5, BLOCKS[0]))
     found = torch.stack([runs.rows["a", i] for i in range(6)])
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_zeros_that_are_all_in_the_middle_are_not_read() -> None:
+    """Of a layer, or of all its experts; products are the same bits, and an expert alone with others keeps its own."""
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(0, 16, (24, 64), dtype=torch.uint8, generator=generator).to(DEVICE)
+    scales = torch.rand(24, 2, generator=generator).half().to(DEVICE)
+    middle = torch.full((24, 2), -8.0, device=DEVICE)
+    other = middle.clone()
+    other[5, 1] = -3.0
+    quant = Quant("gptq-int4-g32", 4, 32, in_steps=True)
+    symmetric, uneven = (
+        packed([Int4Weight(integers, scales, minima, 32, in_steps=True)], quant) for minima in (middle, other)
+    )
+    assert symmetric.zeros is None
+    assert uneven.zeros is not None
+    read = replace(symmetric, zeros=torch.full_like(uneven.zeros, 8))
+    assert torch.equal(dequantized(symmetric), dequantized(read))
+    x = torch.randn(3, 64, generator=generator).to(DEVICE)
+    assert torch.equal(linear(x, symmetric), linear(x, read))
+    assert stacked([symmetric, symmetric]).zeros is None
+    mixed = stacked([symmetric, uneven]).zeros
+    assert mixed is not None
+    assert torch.equal(mixed, torch.stack([read.zeros, uneven.zeros]))
 
 
 def test_what_experts_cannot_hold_is_told(tmp_path: Path) -> None:
