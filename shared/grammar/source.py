@@ -19,6 +19,7 @@ from typing import Any
 from shared.contracts.errors import InvalidInput
 from shared.grammar.patterns import in_ascii
 from shared.grammar.schema_end import has_end
+from shared.grammar.schema_patterns import map_patterns
 
 MAX_BYTES = 64 * 1024
 """Of a grammar: it travels with the request, once a choice."""
@@ -56,12 +57,15 @@ def json_schema(schema: Mapping[str, Any], field: str) -> dict[str, Any]:
     """A client's schema with our options in it. Raises as `schema_grammar`."""
     _check(schema, field)
     _require_end(schema, field)
-    return {**schema, _OPTIONS_KEY: dict(OPTIONS)}
+    return {
+        **map_patterns(schema, lambda pattern: _in_ascii(pattern, field, sets_in_ranges=True)),
+        _OPTIONS_KEY: dict(OPTIONS),
+    }
 
 
 def regex_grammar(pattern: str, field: str) -> str:
-    """Text that a regular expression matches from end to end. Raises InvalidInput for one that is too large."""
-    return lark_grammar(f"start: {regex(pattern)}", field)
+    """Text that a regular expression matches from end to end. Raises InvalidInput for one too large, and as `regex`."""
+    return lark_grammar(f"start: {regex(pattern, field)}", field)
 
 
 def choice_grammar(choices: Sequence[str], field: str) -> str:
@@ -101,11 +105,18 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def regex(pattern: str) -> str:
-    """A pattern as a regular expression of Lark."""
+def regex(pattern: str, field: str) -> str:
+    """A pattern as a regular expression of Lark. Raises InvalidInput for what `in_ascii` refuses."""
     # a slash would end it, and a line break may stand in a client's pattern
-    escaped = re.sub(r"\\.|/|\n|\r", _escape, in_ascii(pattern), flags=re.DOTALL)
+    escaped = re.sub(r"\\.|/|\n|\r", _escape, _in_ascii(pattern, field), flags=re.DOTALL)
     return f"/{escaped}/"
+
+
+def _in_ascii(pattern: str, field: str, *, sets_in_ranges: bool = False) -> str:
+    try:
+        return in_ascii(pattern, sets_in_ranges=sets_in_ranges)
+    except ValueError as exc:
+        raise InvalidInput(f"{field}: {exc}", param=field) from exc
 
 
 def _escape(match: re.Match[str]) -> str:

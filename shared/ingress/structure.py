@@ -161,7 +161,7 @@ def _asked(request: GenerationRequest) -> _Asked:
     if given.schema_ is not None:
         return _Asked(f"{where}.json", source.schema_body(given.schema_, f"{where}.json"))
     if given.regex is not None:
-        return _Asked(f"{where}.regex", source.regex(given.regex))
+        return _Asked(f"{where}.regex", source.regex(given.regex, f"{where}.regex"))
     if given.choice is not None:
         return _Asked(f"{where}.choice", source.choice_body(given.choice, f"{where}.choice"))
     return _Asked(f"{where}.grammar", whole=given.grammar or "")
