@@ -105,6 +105,10 @@ def _linear_of_workers(make: Make) -> Iterator[Variant]:
                 # float32 is summed by threads, not by tensor cores, and may then want a register too many
                 spills = dtype == torch.float32 or _unpacks(weight.kind)
                 yield make(name, lambda x=x, weight=weight: linear(x, weight), spills)
+    symmetric = replace(_weight("int4", 128, 6144), zeros=None)
+    for rows in (1, 64, 512):
+        x = torch.empty(rows, HIDDEN, dtype=_BF16)
+        yield make(f"linear-int4-128-symmetric-{rows}-6144", lambda x=x: linear(x, symmetric), _unpacks("int4"))
 
 
 def _minimum(out_features: int, in_features: int = HIDDEN) -> DeviceWeight:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.testing import DEVICE, INTERPRETED
+from kernels.testing import DEVICE, INTERPRETED, require_float8
 
 # isort: split
 from shared.contracts.errors import Internal
@@ -21,6 +21,7 @@ from shared.engine.step_plan import IN_FLIGHT, ScheduledSequence, StepOutput
 from shared.kv.device_memory import OutOfDeviceMemory
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
 from tests.device_models import BLOCKS, FAMILIES, GREEDY, TOKENS, VOCAB, Runs, llama, part, save
+from tests.packed_checkpoints import Form, write
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),  # numpy's, in the interpreter
@@ -188,6 +189,15 @@ def test_blocks_are_zeroed_and_no_others(tiny: DeviceDecoder) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-def test_captured_steps_draw_the_tokens_of_launched_ones(tiny: DeviceDecoder) -> None:
-    by_host = fed_by_the_host(Runs(tiny), 12)
-    assert fed_on_the_device(Runs(tiny, graphs=True), 12) == by_host
+@pytest.mark.parametrize("weights", ["none", "int4", "w8a8", "fp8", "gptq-order"])
+def test_captured_steps_draw_the_tokens_of_launched_ones(weights: str, folder: Path, tmp_path: Path) -> None:
+    require_float8(weights)
+    quant = weights
+    if weights == "gptq-order":
+        write(folder, tmp_path / "packed", tmp_path / "floats", Form(act_order=True))
+        folder, quant = tmp_path / "packed", "none"
+    model = load_device_decoder(folder, "float32", DEVICE.type, quant=quant)
+    assert model.weights.reordered == (weights == "gptq-order")
+    by_host = fed_by_the_host(Runs(model), 12)
+    assert all(len(tokens) == 12 for tokens in by_host)
+    assert fed_on_the_device(Runs(model, graphs=True), 12) == by_host
