@@ -76,6 +76,8 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
         f"""schema = 1
 [policy]
 tenants = "{tenants}"
+[engine]
+publish_interval_ms = 0
 [kv]
 pool_bytes = {64 << 20}
 [[models]]

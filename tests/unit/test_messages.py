@@ -9,10 +9,11 @@ import anthropic
 import pytest
 
 from shared.contracts.errors import InvalidInput, Unavailable
+from shared.ingress.call_arguments import MALFORMED
 from shared.ingress.choice_output import Piece
 from shared.ingress.completion_body import Usage
 from shared.ingress.error_body import error_body
-from shared.ingress.messages_body import MALFORMED, MessageWriter, error_as_message
+from shared.ingress.messages_body import MessageWriter, error_as_message
 from shared.ingress.messages_request import named_here, parse_count, parse_messages
 from shared.ingress.messages_schema import BLOCK_NEUTRAL, MESSAGES_NEUTRAL, TOOL_NEUTRAL
 from shared.tools.tool_stream import CallArguments, CallStart
