@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from shared.contracts.errors import InvalidInput
-from shared.ingress.call_arguments import read_arguments
+from shared.ingress.call_arguments import MAX_DEPTH, read_arguments
 from shared.ingress.messages_request import parse_messages
 from shared.ingress.parse import parse_chat, parse_completion
 from shared.ingress.responses_request import parse_responses
+from shared.text.chat_template import plain_messages
 from tests.unit.test_structure import USER
 
 F = {"type": "function", "function": {"name": "f"}}
@@ -142,3 +143,16 @@ def test_arguments_come_back_as_a_model_wrote_them(text: str, read: dict[str, An
     body = {"model": "m", "messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
     calls = parse_chat(body_of(body)).messages[1].for_template()["tool_calls"]
     assert calls[0]["function"]["arguments"] == read
+
+
+def test_arguments_that_a_template_cannot_take_do_not_end_the_conversation() -> None:
+    for levels in (1, MAX_DEPTH, MAX_DEPTH + 1, 32, 90, 5000):
+        text = '{"a":' * levels + "[]" + "}" * levels
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+        said = {"role": "assistant", "tool_calls": [call]}
+        (message,) = plain_messages(
+            [parse_chat(body_of({"model": "m", "messages": [said]})).messages[0].for_template()]
+        )
+        read = message["tool_calls"][0]["function"]["arguments"]
+        # the list is a level too
+        assert read == ({"malformed": text} if levels >= MAX_DEPTH else json.loads(text))
