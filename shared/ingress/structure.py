@@ -128,11 +128,11 @@ def _structure(request: ChatRequest, model: ModelForm, form: OutputForm, tools: 
 
 
 def _arguments_of(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments; a tool that names none has none, as OpenAI has it."""
+    """The schema of a tool's arguments; a tool that names none and does not ask for others has none, as at OpenAI."""
     schema = tool.function.parameters
     if schema is None:
         return _NO_ARGUMENTS
-    if schema.get("properties") == {} and schema.keys() <= _SAYS_NO_MORE and not schema.get("required"):
+    if schema.get("properties", {}) == {} and schema.keys() <= _SAYS_NO_MORE and not schema.get("required"):
         return {**schema, "additionalProperties": False}
     return schema
 
