@@ -244,9 +244,14 @@ DEEP = '{"a":' * 101 + "1" + "}" * 101
 
 
 def test_an_input_that_is_no_object_is_kept_whole() -> None:
-    for text in ('{"a": ', "[1]", "", '{"a": NaN}', '{"a": -1e999}', '{"a": "\\ud800"}', DEEP, "[" * 5000):
+    for text in ('{"a": ', "[1]", '{"a": NaN}', '{"a": -1e999}', '{"a": "\\ud800"}', DEEP, "[" * 5000):
         calls = [CallStart(0, "f"), CallArguments(0, text)]
         assert told([Piece(0, calls=list(calls), finish="length")])[1]["content"][0]["input"] == {MALFORMED: text}
+
+
+def test_a_call_of_nothing_has_an_empty_input() -> None:
+    said = told([Piece(0, calls=[CallStart(0, "f"), CallArguments(0, "")], finish="tool_calls")])
+    assert said[1]["content"][0]["input"] == {}
 
 
 def test_errors_have_this_apis_form() -> None:
