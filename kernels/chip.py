@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 
 _pretended: list[tuple[int, int]] = []
+FP8_CAPABILITY = (8, 9)
+"""The first chips with float8."""
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
 """Shared memory a block may have, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
 _LEAST_SHARED = 99 * 1024

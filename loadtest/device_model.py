@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.chip import capability
 from kernels.dispatch import choose, choose_device
 from kernels.linear.quantize import GPU_QUANTS
+from shared.contracts.errors import SettingsError
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
 from shared.engine.device_compute import DeviceCompute, StepLimits
@@ -34,8 +36,9 @@ from shared.kv.device_spans import KvView, device_views
 from shared.kv.layout import KV_SETTINGS, PoolLayout
 from shared.model.checkpoint import expected_shapes
 from shared.model.config import ModelConfig, layer_groups, parse_config
-from shared.model.device_decoder import DeviceDecoder
+from shared.model.device_decoder import DeviceDecoder, require_float8
 from shared.model.device_weights import load_weights
+from shared.model.kv_dtype import AUTO, kv_dtype_on_gpu
 
 BLOCK_SIZE = 32
 COPY_BYTES = 4 << 30
@@ -268,7 +271,7 @@ def main(argv: Sequence[str]) -> int:
         "--fuse", choices=("auto", "always", "never"), default="auto", help="products with norms in them for a few rows"
     )
     parser.add_argument("--quant", choices=tuple(GPU_QUANTS), default="none", help="of the weights (default none)")
-    parser.add_argument("--kv", choices=("auto", *KV_SETTINGS), default="auto", help="of KV (default bfloat16)")
+    parser.add_argument("--kv", choices=(AUTO, *KV_SETTINGS), default=AUTO, help="of KV (default bfloat16)")
     parser.add_argument("--exact", action="store_true", help="products of exact pools")
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too")
@@ -279,6 +282,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"no GPU to measure on: {why}", file=sys.stderr)
         return 1
     device = torch.device(chosen, 0)
+    try:
+        require_float8(GPU_QUANTS[options.quant], device)
+        kv_dtype = kv_dtype_on_gpu(options.kv, "bfloat16", capability(device))
+    except SettingsError as exc:
+        print(exc, file=sys.stderr)
+        return 1
     rate = copy_rate(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {rate / 1e12:.2f} TB/s")
     rows, name, model = [], "", None
@@ -290,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
             torch.cuda.empty_cache()
             fuse = {"auto": None, "always": True, "never": False}[options.fuse]
             model = make_model(case, device, fuse, options.quant, options.exact)
-        run = Case(model, sequences, context, options.steps + 8, KV_SETTINGS.get(options.kv, "bfloat16"))
+        run = Case(model, sequences, context, options.steps + 8, kv_dtype)
         rows.append(run.measure(case, rate, options.steps, SamplingParams(max_tokens=1, temperature=0.0)))
         print(rows[-1].line(), flush=True)
         if options.profile:

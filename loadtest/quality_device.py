@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_attention import plan_attention
-from kernels.chip import capability
-from kernels.linear.triton_kernel import FP8_CAPABILITY
+from kernels.chip import FP8_CAPABILITY, capability
 from shared.kv.device_spans import device_views
 from shared.kv.layout import KV_SETTINGS, SCALED, PoolLayout
 from shared.model.config import layer_groups

@@ -16,6 +16,7 @@ import triton
 from kernels.bench.limits import Limits, measure
 from kernels.bench.row import Case, Measured
 from kernels.bench.timing import seconds
+from kernels.chip import FP8_CAPABILITY, capability
 
 SUITES = ("attention", "blocks", "linear", "steps")
 
@@ -39,6 +40,11 @@ def run(case: Case, limits: Limits) -> Measured:
 def cases(suites: list[str]) -> Iterator[Case]:
     for name in suites:
         yield from importlib.import_module(f"kernels.bench.{name}").cases()
+
+
+def missing(case: Case) -> str:
+    """What this card has not that a case needs; "" = nothing."""
+    return "float8" if case.float8 and capability(torch.device("cuda")) < FP8_CAPABILITY else ""
 
 
 def line(row: Measured) -> str:
@@ -66,6 +72,9 @@ def main(argv: list[str]) -> int:
     print(f"{card}, {versions}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, matmul {limits.flops / 1e12:.0f} TFLOP/s")
     rows = []
     for case in cases(options.suites or list(SUITES)):
+        if lacks := missing(case):
+            print(f"{case.operation:20} {case.shape:38} skipped: this card has no {lacks}", flush=True)
+            continue
         rows.append(run(case, limits))
         torch.cuda.empty_cache()
         print(line(rows[-1]), flush=True)

@@ -50,7 +50,8 @@ def decode(batch: int, length: int, queries: int, kv_dtype: torch.dtype = torch.
         sdpa: Any = F.scaled_dot_product_attention
         return ours, {"sdpa": lambda: sdpa(q, k, v, attn_mask=mask, enable_gqa=True)}
 
-    return Case("decode attention" if queries == 1 else "verify attention", shape, num_bytes, flops, make)
+    operation = "decode attention" if queries == 1 else "verify attention"
+    return Case(operation, shape, num_bytes, flops, make, kv_dtype == torch.float8_e4m3fn)
 
 
 def prefill(batch: int, length: int, chunk: int, block_size: int = 16) -> Case:

@@ -50,7 +50,7 @@ def _case(name: str, out_features: int, in_features: int, rows: int) -> Case:
         return lambda: [linear(x, weight) for weight in weights], peers
 
     shape = f"{name} M={rows} N={out_features} K={in_features} x{copies}"
-    return Case("linear", shape, moved, 2.0 * copies * rows * out_features * in_features, make)
+    return Case("linear", shape, moved, 2.0 * copies * rows * out_features * in_features, make, name == "fp8")
 
 
 def _bytes(weight: DeviceWeight) -> int:

@@ -18,6 +18,7 @@ class Case:
     bytes: float  # the fewest that must be read and written
     flops: float
     make: Callable[[], tuple[Callable[[], object], dict[str, Callable[[], object]]]]
+    float8: bool = False  # some chips have none
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,11 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.chip import capability, multiprocessors, shared_bytes
+from kernels.chip import FP8_CAPABILITY, capability, multiprocessors, shared_bytes
 from kernels.linear.triton_parts import BLOCK_N, finished, split_features, split_sum
 from kernels.linear.triton_weights import DeviceWeight
 from kernels.triton_rounding import rounded, row_scale
 
-FP8_CAPABILITY = (8, 9)
 MAX_FEATURES = 131072
 """Products of int8 summed over so many fit 32 bits."""
 _SPLIT_ROWS = 256

@@ -23,12 +23,11 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.chip import capability
+from kernels.chip import FP8_CAPABILITY, capability
 from kernels.triton_rounding import rounded, row_scale
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-FP8_CAPABILITY = (8, 9)
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 _TILE = 2048
 """Values of heads that one program rotates."""

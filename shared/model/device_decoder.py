@@ -17,12 +17,12 @@ from torch import Tensor
 from kernels.activation.triton_kernel import Gate, gate_mul
 from kernels.attention.triton_attention import TritonPlan, attend
 from kernels.attention.triton_tuning import HEAD_DIMS
-from kernels.chip import capability
+from kernels.chip import FP8_CAPABILITY, capability
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.embedding.triton_kernel import embed
 from kernels.linear.quantize import GPU_QUANTS, NONE, Quant
 from kernels.linear.triton_few_rows import MAX_ROWS, few_rows_linear
-from kernels.linear.triton_kernel import FP8_CAPABILITY, linear
+from kernels.linear.triton_kernel import linear
 from kernels.linear.triton_weights import DeviceWeight
 from kernels.moe.triton_kernel import experts, route
 from kernels.norm.triton_kernel import add_rms_norm, rms_norm
@@ -262,14 +262,15 @@ def load_device_decoder(
         raise SettingsError(str(exc), param="kernels") from exc
     place, config = torch.device(device), load_config(folder)
     kept = quant_for(config, folder, quant, GPU_QUANTS)
-    _require_float8(kept, place)
+    require_float8(kept, place)
     _require_sizes(config, folder)
     with Weights(folder, config) as weights:
         loaded = load_weights(config, weights, place, DTYPES[dtype], with_head, kept)
     return DeviceDecoder(config, loaded, choice, quant=kept, exact=exact)
 
 
-def _require_float8(quant: Quant, device: torch.device) -> None:
+def require_float8(quant: Quant, device: torch.device) -> None:
+    """Raise `SettingsError` where a card does not multiply what `quant` keeps."""
     if quant.on_gpu == "fp8" and capability(device) < FP8_CAPABILITY:
         has, needs = ("sm_{}{}".format(*pair) for pair in (capability(device), FP8_CAPABILITY))
         raise SettingsError(f"quant 'fp8' needs {needs} or newer, this GPU is {has}: w8a8 works on it", param="quant")

@@ -15,9 +15,10 @@ from kernels.testing import DEVICE, INTERPRETED
 # isort: split
 from triton.runtime.interpreter import GridExecutor
 
-from kernels.bench.__main__ import SUITES, cases, line, main, run
+from kernels.bench.__main__ import SUITES, cases, line, main, missing, run
 from kernels.bench.limits import Limits
 from kernels.bench.row import Case
+from kernels.chip import pretend
 from loadtest import device_model
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
@@ -61,6 +62,26 @@ def test_every_case_of_the_bench_is_one_its_wrappers_take(suite: str, monkeypatc
             for peer in peers.values():
                 peer()
         assert len(launched) > before, case.shape
+
+
+def test_cases_of_float8_are_left_out_where_a_card_has_none() -> None:
+    found = [case for suite in SUITES for case in cases([suite])]
+    float8 = [case.shape for case in found if "fp8" in case.shape or "float8" in case.shape]
+    assert len(float8) > 1
+    with pretend((8, 0)):
+        assert [case.shape for case in found if missing(case) == "float8"] == float8
+    with pretend((8, 9)):
+        assert not any(missing(case) for case in found)
+
+
+@pytest.mark.parametrize(("option", "told"), [("--quant", "quant 'fp8'"), ("--kv", "kv.dtype 'fp8'")])
+def test_a_model_of_float8_is_refused_where_a_card_has_none(
+    option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device_model, "choose_device", lambda _: ("cuda", ""))
+    with pretend((8, 0)):
+        assert device_model.main([option, "fp8"]) == 1
+    assert f"{told} needs sm_89 or newer, this GPU is sm_80" in capsys.readouterr().err
 
 
 def test_a_case_is_told_beside_its_limits_and_peers(monkeypatch: pytest.MonkeyPatch) -> None:
