@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 from shared.contracts.errors import SettingsError
+from shared.text.alternatives import longest_of
 from shared.text.chat_template import MAX_RENDERED_CHARS, Message, plain_data, plain_messages, render, string_constants
 from shared.text.tokenizer import Tokenizer
 
@@ -122,15 +123,11 @@ class _Marking:
 @lru_cache(maxsize=32)
 def _marking(specials: tuple[str, ...], template: str) -> _Marking:
     """Once a model, not once a request: some have a thousand special tokens. Raises as `string_constants`."""
-    edges = tuple(sorted({char for special in specials for char in (special[0], special[-1])}))
+    edges = tuple(sorted({char for special in specials for char in special[:1] + special[-1:]}))
     touches = _toucher(specials)
     kept = frozenset(text for text in string_constants(template) if text and not touches(text))
 
-    def alternatives(texts: Iterable[str]) -> str:
-        # (?!) matches nowhere
-        return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
-
-    pattern = re.compile(f"{alternatives(specials)}|{alternatives([*kept, *edges])}")
+    pattern = re.compile(longest_of([*specials, *kept, *edges]))
     return _Marking(edges, kept, pattern, _beyond_ascii([template]))
 
 

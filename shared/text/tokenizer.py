@@ -23,6 +23,7 @@ import tokenizers
 
 from shared.contracts.errors import InvalidInput, SettingsError
 from shared.text.added_tokens import AddedToken, add_tokens, token_text
+from shared.text.alternatives import longest_of
 
 
 class Tokenizer:
@@ -221,11 +222,10 @@ def _parse(tokenizer_json: bytes) -> dict[str, Any]:
 
 
 def _alternatives(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
-    longest_first = sorted(tokens, key=lambda token: len(token.text), reverse=True)
-    word = [(r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "") for token in longest_first]
-    texts = (f"{b}{re.escape(token.text)}{a}" for token, (b, a) in zip(longest_first, word, strict=True))
-    # (?!) matches nowhere
-    return re.compile("|".join(texts) or "(?!)")
+    texts = {token.text: token.single_word for token in tokens}
+    # looking back over the text itself says the same as looking back before it
+    alone = {text: rf"(?<!\w{re.escape(text)})(?!\w)" for text, single_word in texts.items() if single_word}
+    return re.compile(longest_of(texts, alone))
 
 
 def _ends(encoder: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
