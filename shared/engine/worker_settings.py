@@ -74,6 +74,6 @@ def itl_target(milliseconds: float | Literal["auto"]) -> ItlTarget:
 
 
 def publish_interval_s(engine: EngineSettings) -> float:
-    """How long a worker gathers tokens, seconds: no longer than a step may take while tokens stream."""
-    target = itl_target(engine.itl_target_ms).least_s
+    """How long a worker gathers tokens, seconds: no longer than somebody said that a step may take."""
+    target = math.inf if engine.itl_target_ms == "auto" else engine.itl_target_ms / 1000
     return min(engine.publish_interval_ms / 1000, target or math.inf)

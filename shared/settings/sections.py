@@ -114,11 +114,11 @@ class EngineSettings(Section):
         "a step without prompts and 0.075 of it more for each sequence, whichever is longer",
     )
     publish_interval_ms: float = Field(
-        35.0,
+        50.0,
         ge=0,
         le=1000,
         description="tokens behind a request's first are gathered while the next comes within so long, milliseconds, "
-        "and sent as one piece; at most engine.itl_target_ms; 0: each by itself",
+        "and sent as one piece; at most engine.itl_target_ms where that is a number; 0: each by itself",
     )
     chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")

@@ -62,7 +62,7 @@ def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path
     ("interval", "target", "seconds"),
     [
         ("30", "auto", 0.03),
-        ("100", "auto", 0.039),
+        ("100", "auto", 0.1),
         ("30", "20", 0.02),
         ("30", "50", 0.03),
         ("100", "0", 0.1),
