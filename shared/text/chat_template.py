@@ -28,21 +28,12 @@ _MAX_REASON_CHARS = 200
 Message = Mapping[str, Any]
 
 
-def check_template(template: str) -> None:
-    """Compile a template, so that a broken one is found at start.
-
-    Raises:
-        SettingsError: the template's syntax is wrong (param `chat_template`).
-    """
-    _compile(template)
-
-
 @lru_cache(maxsize=32)
 def string_constants(template: str) -> frozenset[str]:
     """The strings that a template's expressions name, and so may look for in a message.
 
     Raises:
-        SettingsError: the template does not compile.
+        SettingsError: the template's syntax is wrong (param `chat_template`).
     """
     _compile(template)
     constants = _environment().parse(template).find_all(jinja2.nodes.Const)

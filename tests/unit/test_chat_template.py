@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.contracts.errors import InvalidInput, SettingsError
-from shared.text.chat_template import check_template, plain_messages, render
+from shared.text.chat_template import plain_messages, render, string_constants
 from shared.text.tokenizer import load_tokenizer
 from tests.tiny_tokenizer import CHATML
 
@@ -136,9 +136,9 @@ def test_rendering_leaves_the_callers_messages_alone() -> None:
 
 
 def test_a_template_that_does_not_compile_is_the_operators_fault() -> None:
-    check_template(CHATML)
+    string_constants(CHATML)
     with pytest.raises(SettingsError, match="does not compile"):
-        check_template("{% for %}")
+        string_constants("{% for %}")
 
 
 JSON = st.recursive(
