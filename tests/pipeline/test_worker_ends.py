@@ -140,6 +140,23 @@ async def test_a_stop_takes_the_tokens_with_it_that_wait(tmp_path: Path) -> None
         assert len(final.token_ids) // 4 == len(c.driver.output()) - 1
 
 
+async def test_what_waits_of_others_goes_out_with_a_finish(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, pool_bytes=400 * 16, fake_speed=0.2, publish_interval_s=60.0)) as c:
+        sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=sampling)
+        await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-b"), sampling=sampling)
+        await until(lambda: len(c.driver.output("req-b")) > 0, 30)
+        engine = c.decode.shell.core.engine
+        begun = engine.progress
+        await until(lambda: engine.progress > begun + 3, 30)
+        sent = len(c.driver.output("req-b"))
+        message = m.Finish(attempt=attempt(), choice=0, num_tokens=1)
+        await c.driver.bus.request(subjects.decode(c.decode_id, "finish"), message, m.Finished, timeout_s=5)
+        await until(lambda: len(c.driver.output("req-b")) > sent, 20)
+        assert attempt("req-b").request_id not in c.driver.finals
+        await cancel(c, "req-b")
+
+
 async def test_each_choice_ends_for_itself(tmp_path: Path) -> None:
     async with cell(options(tmp_path, pool_bytes=400 * 16)) as c:
         sampling = tuple(SamplingParams(max_tokens=8 + 4 * i, seed=i, ignore_eos=True) for i in range(3))
