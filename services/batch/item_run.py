@@ -184,6 +184,7 @@ class ItemRun:
             num_prompt_tokens=len(plan.prompt),
             max_tokens=plan.sampling.max_tokens,
             choices=plan.n,
+            salt=plan.salt,
         )
         return await ingress.open(
             plan,

@@ -193,6 +193,7 @@ class GatewayService:
             choices=plan.n,
             klass=plan.klass,
             ingress_id=self.config.ingress.ingress_id,
+            salt=plan.salt,
         )
         return await self.ingress.open(
             plan,

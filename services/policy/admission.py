@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.policy import quota
 from services.policy.tenants import TenantRecord
 from shared.contracts.errors import BatonError, ContextExceeded, InvalidInput, QuotaExceeded, UnknownModel
-from shared.contracts.grants import Grant, Limits, Placement, Scope, class_rank
+from shared.contracts.grants import SALT_BYTES, Grant, Limits, Placement, Scope, class_rank
 from shared.contracts.messages import Admit, AdmitTenant
 
 Ask = Admit | AdmitTenant
@@ -40,6 +40,8 @@ def check(ask: Ask, tenant: TenantRecord, limits: Limits) -> str:
     for field in ("num_prompt_tokens", "max_tokens", "choices"):
         if getattr(ask, field) < 1:
             raise InvalidInput(f"{field} must be at least 1", param=field)
+    if len(ask.salt) not in (0, SALT_BYTES):
+        raise InvalidInput(f"a salt has {SALT_BYTES} bytes", param="cache_salt")
     if tenant.models and ask.model not in tenant.models:
         raise UnknownModel(f"the model {ask.model!r} does not exist or is not open to you", param="model")
     context = ask.num_prompt_tokens + ask.max_tokens
@@ -88,7 +90,7 @@ def _all_taken(verdict: quota.Verdict, limits: Limits, asker: quota.Asker) -> Ba
 
 
 def make_grant(ask: Ask, tenant: TenantRecord, limits: Limits, klass: str, now_s: float, terms: Terms) -> Grant:
-    """policy's yes. `now_s` is Redis time. The scope comes from the tenant's record alone, never from the request.
+    """policy's yes. `now_s` is Redis time. The scope comes from the tenant's record; a request's salt only narrows it.
 
     A grant that took nothing from the limits a minute names no reservation.
     """
@@ -96,7 +98,7 @@ def make_grant(ask: Ask, tenant: TenantRecord, limits: Limits, klass: str, now_s
     return Grant(
         request_id=ask.request_id,
         tenant=tenant.id,
-        scope=Scope(tenant=tenant.id, authorization=(), generation=tenant.generation),
+        scope=Scope(tenant=tenant.id, authorization=(), generation=tenant.generation, salt=ask.salt),
         model=ask.model,
         klass=klass,
         reservation_id="" if isinstance(ask, AdmitTenant) else str(ask.request_id),

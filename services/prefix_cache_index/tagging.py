@@ -12,7 +12,7 @@ from shared.contracts.grants import Grant
 from shared.contracts.ids import BlockTag
 from shared.contracts.parts import ExtendRun, GroupTags
 from shared.security.scope import KvFormat, scope_id
-from shared.security.tags import TOKEN_BYTES, matchable_blocks, tag_chain
+from shared.security.tags import TOKEN_BYTES, matchable_blocks, salted_key, tag_chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,4 +66,6 @@ class Tagger:
         key = await self.keys.key(grant.tenant, scope)
         # The scope may have ended while the key was read.
         self.generations.check(grant.scope)
+        if grant.scope.salt:
+            return f"{scope}/{grant.scope.salt.hex()}", salted_key(key, grant.scope.salt)
         return scope, key

@@ -10,6 +10,9 @@ CLASSES = ("interactive", "analysis", "batch")
 """Of requests, the most urgent first."""
 
 
+SALT_BYTES = 16
+
+
 def class_rank(klass: str) -> int:
     """Place of a class in `CLASSES`; one that nobody knows ranks last."""
     return CLASSES.index(klass) if klass in CLASSES else len(CLASSES) - 1
@@ -18,12 +21,14 @@ def class_rank(klass: str) -> int:
 class Scope(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who may share KV with whom. Derived server-side only; the index adds model digest, KV dtype and block size.
 
-    `authorization` is the sorted authorization set; an empty `tenant` never occurs: no scope, no sharing.
+    `authorization` is the sorted authorization set; an empty `tenant` never occurs: no scope, no sharing. `salt` is the
+    one part that a request chooses: within its tenant, it shares only with requests of the same salt.
     """
 
     tenant: TenantId
     authorization: tuple[str, ...] = ()
     generation: ScopeGeneration = ScopeGeneration(1)
+    salt: bytes = b""  # SALT_BYTES, or none
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -90,6 +90,7 @@ class Admit(Message, frozen=True, kw_only=True):
     klass: str = ""  # asked class; policy decides
     ingress_id: IngressId = IngressId("")  # who holds the request: its reservation goes when this ingress is lost
     counts_only: bool = False  # no generation: it is one of the requests a minute, holds nothing and is not settled
+    salt: bytes = b""  # narrows the scope
 
 
 class AdmitTenant(Message, frozen=True, kw_only=True):
@@ -106,6 +107,7 @@ class AdmitTenant(Message, frozen=True, kw_only=True):
     max_tokens: int
     choices: int = 1
     klass: str = "batch"
+    salt: bytes = b""
 
 
 class Granted(Message, frozen=True, kw_only=True):

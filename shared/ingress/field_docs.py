@@ -22,6 +22,7 @@ from shared.ingress.openai_schema import (
     MAX_CHOICES,
     MAX_IDENTIFIER_CHARS,
     MAX_LOGPROBS,
+    MAX_SALT_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
     MAX_STOPS,
@@ -37,6 +38,8 @@ DESCRIBES = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadat
 MEANING: Mapping[str, str] = {
     "audio": "this server makes text",
     "best_of": "only the value of `n`",
+    "cache_salt": f"at most {MAX_SALT_CHARS} characters: KV is shared only with your requests of the same salt; none is "
+    "a salt of its own, the empty text another",
     "echo": "the answer begins with the prompt; with `logprobs`, its tokens are scored too",
     "frequency_penalty": "-2 to 2, for each time a token was put out",
     "function_call": "`tool_choice` does it",
@@ -61,7 +64,7 @@ MEANING: Mapping[str, str] = {
     "prompt": "text, token ids, or a list of either: each prompt has its own choices, counted on",
     "prompt_cache_key": f"at most {MAX_IDENTIFIER_CHARS} characters; a hint that nothing needs: what is cached is "
     "found by content, all over the tenant",
-    "prompt_cache_options": "cache scopes come from the tenant alone",
+    "prompt_cache_options": "cache scopes come from the tenant and `cache_salt`",
     "prompt_cache_retention": "retention comes from the tenant's record",
     "reasoning_effort": "models here have no levels of it",
     "repetition_penalty": "0.000000001 to 10: logits of tokens in prompt or output divided or multiplied by it",

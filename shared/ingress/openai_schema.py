@@ -35,6 +35,8 @@ MAX_STOP_IDS = 64
 MAX_IDENTIFIER_CHARS = 64
 """Of what a client calls its user or its conversation by."""
 Identifier = Annotated[str, Field(max_length=MAX_IDENTIFIER_CHARS)]
+MAX_SALT_CHARS = 256
+CacheSalt = Annotated[str, Field(max_length=MAX_SALT_CHARS), AfterValidator(encodable)]
 
 CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -201,6 +203,7 @@ class _Generation(Strict):
     user: str | None = None
     safety_identifier: Identifier | None = None
     metadata: Metadata = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def output_limit(self) -> int | None:
@@ -265,6 +268,7 @@ GenerationRequest = ChatRequest | CompletionRequest
 
 EXTENSIONS = frozenset(
     {
+        "cache_salt",
         "ignore_eos",
         "include_stop_str_in_output",
         "min_p",

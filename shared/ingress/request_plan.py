@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from shared.contracts.errors import ContextExceeded, InvalidInput
+from shared.contracts.grants import SALT_BYTES
 from shared.contracts.messages import Identity
 from shared.contracts.sampling import SamplingParams
 from shared.ingress.openai_schema import ChatRequest, GenerationRequest
@@ -40,6 +41,7 @@ class RequestPlan:
     klass: str = ""  # asked for; policy decides
     tier: str = ""  # the `service_tier` asked for
     timings: bool = False  # the answer tells them
+    salt: bytes = b""  # KV is shared only where it is the same
     form: OutputForm = PLAIN  # how its outputs are read
 
     @property
@@ -63,6 +65,11 @@ def choice_seed(seed: int, choice: int) -> int:
 def prompt_field(request: GenerationRequest) -> str:
     """The field that holds the prompt, for errors."""
     return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def salt_of(text: str) -> bytes:
+    """What stands for a client's `cache_salt` from here on: a digest, as the text may be a secret."""
+    return hashlib.blake2b(text.encode(), digest_size=SALT_BYTES).digest()
 
 
 def make_plan(
@@ -135,6 +142,7 @@ def make_plan(
         klass=CLASS_OF_TIER.get(request.service_tier or "", ""),
         tier=request.service_tier or "",
         timings=bool(request.timings),
+        salt=b"" if request.cache_salt is None else salt_of(request.cache_salt),
         form=structure.form,
     )
 

@@ -143,7 +143,7 @@ def _part(part: Any, where: str) -> TextPart:
 
 def _chat(asked: ResponsesRequest, items: Sequence[InputItem]) -> dict[str, Any]:
     found: dict[str, Any] = {"messages": _messages(asked, items)}
-    same = ("model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "stream")
+    same = ("model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "stream", "cache_salt")
     found |= {name: getattr(asked, name) for name in same}
     found["max_completion_tokens"] = asked.max_output_tokens
     if asked.tools:

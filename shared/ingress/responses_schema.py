@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from shared.ingress.metadata import Metadata
-from shared.ingress.openai_schema import Identifier
+from shared.ingress.openai_schema import CacheSalt, Identifier
 from shared.ingress.structure_schema import JsonObjectFormat, NamedSchema, TextFormat
 from shared.ingress.tool_schema import (
     MAX_TOOLS,
@@ -192,3 +192,4 @@ class ResponsesRequest(Strict):
     user: str | None = None
     safety_identifier: Identifier | None = None
     prompt_cache_key: Identifier | None = None
+    cache_salt: CacheSalt | None = None

@@ -1,4 +1,5 @@
-"""The id of a sharing scope: who may share, and in which exact KV format. Equal ids are what "may share KV" means."""
+"""The id of a sharing scope: who may share, and in which exact KV format. Equal ids, and equal salts of
+the requests, are what "may share KV" means."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ class KvFormat(msgspec.Struct, frozen=True):
 
 def scope_id(scope: Scope, kv_format: KvFormat) -> str:
     """64 hex digits; differs whenever tenant, authorization set, generation or any part of the format differs.
+
+    A salt is not part of it: it changes the key (`shared/security/tags.py: salted_key`).
 
     Raises Forbidden for a scope without a tenant: no scope, no sharing.
     """

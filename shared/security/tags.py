@@ -18,6 +18,7 @@ TAG_BYTES = 16
 KEY_BYTES = 32
 TOKEN_BYTES = 4
 DOMAIN = "baton.block-tag.v1"
+SALT_DOMAIN = "baton.salted-key.v1"
 ROOT = BlockTag(b"")
 """The parent of a sequence's first block."""
 
@@ -44,6 +45,11 @@ def tag_chain(key: bytes, group: int, block_size: int, token_ids: bytes, parent:
         parent = BlockTag(hashlib.blake2b(content, key=key, digest_size=TAG_BYTES).digest())
         tags.append(parent)
     return tags
+
+
+def salted_key(key: bytes, salt: bytes) -> bytes:
+    """The key of those requests of a scope that share a salt: derived, so that salts of clients' choosing fill no store."""
+    return hashlib.blake2b(encode_fields((SALT_DOMAIN, salt)), key=key, digest_size=KEY_BYTES).digest()
 
 
 def matchable_blocks(num_tokens: int, block_size: int) -> int:

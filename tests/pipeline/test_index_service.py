@@ -57,8 +57,9 @@ def grant_for(
     authorization: tuple[str, ...] = (),
     lasts_s: float = 60.0,
     retention_s: int = -1,
+    salt: bytes = b"",
 ) -> Grant:
-    scope = Scope(TenantId(tenant), authorization, ScopeGeneration(generation))
+    scope = Scope(TenantId(tenant), authorization, ScopeGeneration(generation), salt)
     return Grant(
         request_id=RequestId(name),
         tenant=TenantId(tenant),
@@ -213,6 +214,22 @@ async def test_two_tenants_and_two_authorizations_never_share(world: World) -> N
         found = await world.matched(other)
         assert found.holders == ()
         assert not set(found.tags[0].tags) & set(mine.tags[0].tags)
+
+
+async def test_two_salts_of_a_tenant_never_share_and_cost_no_key(world: World) -> None:
+    await world.beat()
+    salts = [b"", bytes(16), bytes([1]) * 16, b"a".ljust(16)]
+    found = [await world.matched(grant_for("a", f"r{i}", salt=salt)) for i, salt in enumerate(salts)]
+    other = await world.matched(grant_for("b", salt=bytes(16)))
+    tags = [tag for answer in (*found, other) for tag in answer.tags[0].tags]
+    assert len(set(tags)) == 4 * (len(salts) + 1)
+    # what one salt stored, the same salt finds, and goes on from
+    await world.stored(found[1].tags)
+    assert (await world.matched(grant_for("a", "s", salt=bytes(16)))).holders == (Holder(W1, (4,)),)
+    assert [(await world.matched(grant_for("a", "s", salt=salt))).holders for salt in (salts[0], salts[2])] == [(), ()]
+    assert await world.refused_code(a_run(grant_for("a"), PROMPT[:4], found[1].tags[0].tags[0])) == "foreign_parent"
+    # and a client that makes up salts fills no store
+    assert await world.redis.execute("HLEN", f"{world.prefix}:scope-keys:a") == 1
 
 
 async def test_groups_have_block_sizes_and_tags_of_their_own(world: World) -> None:

@@ -193,6 +193,13 @@ async def held_by_nobody(world: World) -> bool:
     return not await world.accounts.held_by(DEMO)
 
 
+async def test_a_salt_becomes_part_of_the_scope_and_one_of_another_length_is_refused(world: World) -> None:
+    assert opened(await world.admitted("r1", salt=bytes(16))).scope == Scope(tenant=DEMO, salt=bytes(16))
+    assert opened(await world.admitted_tenant("r2", salt=bytes(16))).scope == Scope(tenant=DEMO, salt=bytes(16))
+    for salt in (b"other", bytes(17)):
+        assert error_of(await world.ask("r3", salt=salt)).param == "cache_salt"
+
+
 async def test_batch_work_is_admitted_by_tenant_any_number_of_times_and_holds_nothing(world: World) -> None:
     await world.admin.set_limits(DEMO, OwnLimits(tokens_per_minute=40, requests_per_minute=1))
     grants = [opened(await world.admitted_tenant("r1", klass=klass)) for klass in ("batch", "interactive", "")]

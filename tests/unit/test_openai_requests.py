@@ -343,3 +343,14 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(InvalidInput) as caught:
         plan(completion(prompt=[300]), [300])
     assert caught.value.param == "prompt"
+
+
+def test_a_salt_is_bounded_and_travels_as_a_digest() -> None:
+    texts = ("demo", "", "a" * 256, "\u00e9" * 256)
+    salts = [plan(completion(cache_salt=text), [1]).salt for text in texts]
+    assert [len(salt) for salt in salts] == [16] * 4
+    assert len({*salts, plan(completion(), [1]).salt}) == 5
+    assert plan(chat(cache_salt="demo"), [1]).salt == salts[0]
+    assert plan(completion(cache_salt=None), [1]).salt == b""
+    for wrong in ("a" * 257, "a" * (1 << 20), 5, ["demo"], "\ud800"):
+        assert refused(completion, cache_salt=wrong).param == "cache_salt"
