@@ -38,8 +38,8 @@ DESCRIBES = frozenset({"user", "safety_identifier", "prompt_cache_key", "metadat
 MEANING: Mapping[str, str] = {
     "audio": "this server makes text",
     "best_of": "only the value of `n`",
-    "cache_salt": f"at most {MAX_SALT_CHARS} characters: KV is shared only with your requests of the same salt; none is "
-    "a salt of its own, the empty text another",
+    "cache_salt": f"at most {MAX_SALT_CHARS} characters: KV is shared only with your requests of the same salt; none "
+    "is a salt of its own, the empty text another",
     "echo": "the answer begins with the prompt; with `logprobs`, its tokens are scored too",
     "frequency_penalty": "-2 to 2, for each time a token was put out",
     "function_call": "`tool_choice` does it",
