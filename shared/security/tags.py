@@ -48,7 +48,7 @@ def tag_chain(key: bytes, group: int, block_size: int, token_ids: bytes, parent:
 
 
 def salted_key(key: bytes, salt: bytes) -> bytes:
-    """The key of those requests of a scope that share a salt; derived, so that salts that clients make up fill no store."""
+    """The key of those requests of a scope that share a salt; derived, so that made-up salts fill no store."""
     return hashlib.blake2b(encode_fields((SALT_DOMAIN, salt)), key=key, digest_size=KEY_BYTES).digest()
 
 
