@@ -73,6 +73,7 @@ def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
             tenant=grant.tenant,
             weight=grant.weight,
             klass=grant.klass,
+            scope_generation=grant.scope.generation,
             await_kv=bool(message.prefill_worker) and i == 0 and sampling.prompt_logprobs < 0,
             follows="" if i == 0 else held.choices[0].seq_id,
         )

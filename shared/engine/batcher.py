@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from shared.contracts.ids import BlockTag
+from shared.contracts.ids import BlockTag, ScopeGeneration, TenantId
 from shared.contracts.logprobs import TokenLogprob
 from shared.contracts.parts import Totals
 from shared.engine.batcher_config import BatcherConfig
@@ -272,6 +272,14 @@ class Batcher:
     def forget(self, group: int, tags: Iterable[BlockTag]) -> int:
         """Purge tagged blocks; see `GroupPool.forget`."""
         return self.pool.groups[group].forget(tags)
+
+    def purge(self, tenant: TenantId, below: ScopeGeneration) -> tuple[tuple[int, ...], ...]:
+        """End the tenant's sequences of generations below `below`, and have every block overwritten that may hold bytes
+        of them, whatever state it is in. Returns the blocks, per layer group; `num_purged` tells of their end."""
+        for seq in list(self._sequences.values()):
+            if seq.spec.tenant == tenant and seq.spec.scope_generation < below:
+                self._end_from_outside(seq, CANCELLED)
+        return self.pool.purge(tenant, below)
 
     def drain_events(self) -> tuple[TagEvents, ...]:
         """Tags stored and removed since the last call, per layer group."""

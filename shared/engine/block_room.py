@@ -74,7 +74,7 @@ class BlockRoom:
             raise NoBlocks(f"{needed} blocks needed, {there} available, {watermark} of them for others to grow into")
         for seq in homeless:
             seq.passed_over += 1
-        return blocks.take(self._pool, hits, needed), len(hits[0]) * self._pool.groups[0].block_size
+        return blocks.take(self._pool, hits, needed, spec.owner), len(hits[0]) * self._pool.groups[0].block_size
 
     @property
     def has_homeless(self) -> bool:
@@ -106,7 +106,7 @@ class BlockRoom:
             return False
         num_shared = len(hits[0]) * self._pool.groups[0].block_size
         began = seq.num_preemptions > 0 or not seq.spec.follows
-        seq.return_to(blocks.take(self._pool, hits, needed), num_shared)
+        seq.return_to(blocks.take(self._pool, hits, needed, seq.spec.owner), num_shared)
         if began:
             self._report(seq, RESUMED)
         return True

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.contracts.grants import CLASSES, class_rank
-from shared.contracts.ids import BlockTag, TenantId
+from shared.contracts.ids import BlockTag, ScopeGeneration, TenantId
 from shared.contracts.sampling import SamplingParams
 
 _NO_TENANT = TenantId("")
+_NO_GENERATION = ScopeGeneration(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class SequenceSpec:
     klass: str = CLASSES[0]  # whose blocks are taken last: interactive | analysis | batch
     compute_only: bool = False  # store KV of all token_ids and end; never sample
     await_kv: bool = False  # a hand-off is to come: not runnable until released
+    scope_generation: ScopeGeneration = _NO_GENERATION  # of the grant: purges take what was made below theirs
     follows: str = ""  # another sequence with the same prompt: it computes the prompt's full blocks for both
 
     def __post_init__(self) -> None:
@@ -48,6 +50,11 @@ class SequenceSpec:
                 f"{len(self.token_ids)} tokens after a prompt of {self.num_prompt_tokens} "
                 f"leave nothing to sample of {self.sampling.max_tokens}"
             )
+
+    @property
+    def owner(self) -> tuple[TenantId, ScopeGeneration]:
+        """Whose its blocks are."""
+        return self.tenant, self.scope_generation
 
     @property
     def num_slots(self) -> int:

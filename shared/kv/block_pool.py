@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shared.contracts.ids import BlockGeneration, BlockTag
+from shared.contracts.ids import BlockGeneration, BlockTag, ScopeGeneration, TenantId
 from shared.kv.block_table import BlockTable
 from shared.kv.layout import PoolLayout
 
@@ -43,11 +43,19 @@ class BlockCounts:
         return self.free + self.cached
 
 
+Owner = tuple[TenantId, ScopeGeneration]
+"""Whose KV a block holds: of this tenant, computed under this generation of its scope."""
+NOBODY: Owner = (TenantId(""), ScopeGeneration(0))
+
+
 @dataclass(slots=True)
 class _Block:
     generation: int = 0
     refcount: int = 0
     condemned: bool = False  # never tagged again, and zeroed before it is reused
+    owner: Owner = NOBODY  # who was handed it last
+    before: frozenset[Owner] = frozenset()  # others whose bytes may stand behind what the owner wrote
+    purged: bool = False  # a purge waits until it is zeroed, or full of its owner's own
     tag: BlockTag | None = None
     token_ids: tuple[int, ...] = ()
 
@@ -65,6 +73,7 @@ class GroupPool:
     _events: dict[BlockTag, bool] = field(init=False, default_factory=dict)  # True: stored
     _dirty: list[int] = field(init=False, default_factory=list)  # condemned, waiting for the cleaner
     _cleaning: set[int] = field(init=False, default_factory=set)  # with the cleaner
+    _purged: set[int] = field(init=False, default_factory=set)  # blocks that are `purged`
 
     def __post_init__(self) -> None:
         self._blocks = [_Block() for _ in range(self.num_blocks)]
@@ -121,7 +130,7 @@ class GroupPool:
             self._cached.pop(block_id, None)
             block.refcount += 1
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, owner: Owner = NOBODY) -> list[int]:
         """Hand out `count` blocks to a new owner, evicting cached ones, oldest first, when none is free.
 
         Raises:
@@ -139,6 +148,10 @@ class GroupPool:
             block = self._blocks[block_id]
             block.generation += 1
             block.refcount = 1
+            if block.owner != owner:
+                if block.owner != NOBODY:
+                    block.before |= {block.owner}
+                block.owner = owner
             block_ids.append(block_id)
         return block_ids
 
@@ -148,7 +161,8 @@ class GroupPool:
             block = self._blocks[block_id]
             if block.refcount <= 0:
                 raise ValueError(f"block {block_id} is freed more often than it was referenced")
-            if block.refcount == 1 and block.condemned:
+            if block.refcount == 1 and (block.condemned or (block.purged and block.tag is None)):
+                block.condemned = True
                 self._dirty.append(block_id)  # the last reference passes to the cleaner
                 continue
             block.refcount -= 1
@@ -173,6 +187,8 @@ class GroupPool:
         block.token_ids = tuple(token_ids)
         self._by_tag[tag] = block_id
         self._events[tag] = True
+        block.before = frozenset()  # it is full: nothing of theirs is left
+        self._no_longer_purged(block_id)
         if block.refcount == 0:
             del self._free[block_id]
             self._cached[block_id] = None
@@ -202,6 +218,38 @@ class GroupPool:
                 self._dirty.append(block_id)
         self.condemn(block_ids)
         return len(block_ids)
+
+    def purge(self, tenant: TenantId, below: ScopeGeneration) -> tuple[int, ...]:
+        """Every block that holds, or may hold, bytes of the tenant from generations below `below`: those nobody uses go
+        to the cleaner now, those in use when their last owner lets go. Cached ones are forgotten.
+
+        Blocks that another owner writes keep what is his; they are done with once they are full, or zeroed.
+
+        Returns:
+            Their ids; `num_purged` tells how many of them are not done with.
+        """
+        found: list[int] = []
+        for block_id, block in enumerate(self._blocks):
+            owned = _is_purged(block.owner, tenant, below)
+            if not owned and not any(_is_purged(owner, tenant, below) for owner in block.before):
+                continue
+            found.append(block_id)
+            block.purged = True
+            self._purged.add(block_id)
+            if block.condemned:
+                continue
+            if block.refcount == 0:
+                (self._free if block.tag is None else self._cached).pop(block_id)
+                block.refcount = 1  # the cleaner's
+                self._dirty.append(block_id)
+                self.condemn([block_id])
+            elif owned:
+                self.condemn([block_id])
+        return tuple(found)
+
+    def num_purged(self, block_ids: Iterable[int]) -> int:
+        """How many of these still hold what a purge found in them."""
+        return len(self._purged.intersection(block_ids))
 
     def tag_at(self, block_id: int, generation: int) -> BlockTag | None:
         """The block's tag, if it still is of this generation and has one."""
@@ -234,6 +282,9 @@ class GroupPool:
             block = self._blocks[block_id]
             block.condemned = False
             block.refcount = 0
+            block.generation += 1  # a tag that is still on its way finds another generation
+            block.owner, block.before = NOBODY, frozenset()
+            self._no_longer_purged(block_id)
             self._free[block_id] = None
 
     def drain_events(self) -> TagEvents:
@@ -265,6 +316,12 @@ class GroupPool:
                 expected[block_id] += 1
             assert expected == [b.refcount for b in self._blocks], "refcounts differ from the owners' tables"
 
+    def _no_longer_purged(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.purged:
+            block.purged = False
+            self._purged.discard(block_id)
+
     def _untag(self, block_id: int) -> None:
         block = self._blocks[block_id]
         assert block.tag is not None
@@ -272,6 +329,10 @@ class GroupPool:
         self._events[block.tag] = False
         block.tag = None
         block.token_ids = ()
+
+
+def _is_purged(owner: Owner, tenant: TenantId, below: ScopeGeneration) -> bool:
+    return owner[0] == tenant and owner[1] < below
 
 
 class BlockPool:
@@ -326,6 +387,14 @@ class BlockPool:
         shortest = min(len(hit) * group.block_size for hit, group in zip(hits, self.groups, strict=True))
         num_tokens = self.aligned(shortest)
         return tuple(hit[: num_tokens // group.block_size] for hit, group in zip(hits, self.groups, strict=True))
+
+    def purge(self, tenant: TenantId, below: ScopeGeneration) -> tuple[tuple[int, ...], ...]:
+        """As `GroupPool.purge`, per group."""
+        return tuple(group.purge(tenant, below) for group in self.groups)
+
+    def num_purged(self, block_ids: Sequence[Iterable[int]]) -> int:
+        """As `GroupPool.num_purged`, of all groups."""
+        return sum(group.num_purged(ids) for group, ids in zip(self.groups, block_ids, strict=True))
 
     @property
     def is_dirty(self) -> bool:

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.contracts.ids import BlockTag
-from shared.kv.block_pool import BlockPool, GroupPool
+from shared.contracts.ids import BlockTag, ScopeGeneration, TenantId
+from shared.kv.block_pool import NOBODY, BlockPool, GroupPool, Owner
 from shared.kv.layout import LayerGroup, PoolLayout
+
+OWNERS: list[Owner] = [NOBODY, *((TenantId(t), ScopeGeneration(g)) for t in "ab" for g in (1, 2))]
 
 
 def tag_of(token_ids: tuple[int, ...]) -> BlockTag:
@@ -206,6 +208,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.tagged: dict[BlockTag, tuple[int, tuple[int, ...]]] = {}
         self.condemned: set[int] = set()
         self.cleaning: list[int] = []
+        self.written: list[set[Owner]] = [set() for _ in range(self.NUM_BLOCKS)]  # whose bytes may be in each block
+        self.owners = [NOBODY] * self.NUM_BLOCKS
+        self.purged: set[int] = set()
         self.known: set[BlockTag] = set()  # what an index would hold from the events alone
 
     def references(self) -> list[int]:
@@ -215,8 +220,8 @@ class PoolMachine(RuleBasedStateMachine):
     def drop_tags_of(self, block_id: int) -> None:
         self.tagged = {t: v for t, v in self.tagged.items() if v[0] != block_id}
 
-    @rule(count=st.integers(0, 4))
-    def allocate(self, count: int) -> None:
+    @rule(count=st.integers(0, 4), owner=st.sampled_from(OWNERS))
+    def allocate(self, count: int, owner: Owner) -> None:
         free = [i for i, refs in enumerate(self.references()) if refs == 0]
         assert self.pool.can_take([], count) == (count <= len(free))
         if count > len(free):
@@ -224,12 +229,14 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.allocate(count)
             return
         untagged = [i for i in free if i not in {b for b, _ in self.tagged.values()}]
-        table = self.pool.allocate(count)
+        table = self.pool.allocate(count, owner)
         assert len(set(table)) == count
         assert set(table) <= set(free)
         assert len(set(table) & set(untagged)) == min(count, len(untagged)), "evicted although a block was free"
         for block_id in table:
             self.generations[block_id] += 1
+            self.written[block_id].add(owner)
+            self.owners[block_id] = owner
             self.drop_tags_of(block_id)
         self.tables.append(table)
 
@@ -238,7 +245,10 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, data: Any) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         self.pool.free(table)
-        self.cleaning += [b for b in table if b in self.condemned and self.references()[b] == 0]
+        tagged = {b for b, _ in self.tagged.values()}
+        wiped = [b for b in table if b in self.condemned | (self.purged - tagged) and self.references()[b] == 0]
+        self.cleaning += wiped
+        self.condemned |= set(wiped)
 
     @rule(block_id=st.integers(0, NUM_BLOCKS - 1), age=st.integers(0, 1), content=st.integers(0, 4))
     def tag(self, block_id: int, age: int, content: int) -> None:
@@ -249,6 +259,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert answer == (fresh and not taken)
         if answer:
             self.tagged[tag] = (block_id, token_ids)
+            self.written[block_id] = {self.owners[block_id]} - {NOBODY}
+            self.purged.discard(block_id)
 
     @rule(contents=st.lists(st.integers(0, 4), max_size=3), lie=st.booleans())
     def match_and_share(self, contents: list[int], lie: bool) -> None:
@@ -284,11 +296,31 @@ class PoolMachine(RuleBasedStateMachine):
         for block_id in held:
             self.drop_tags_of(block_id)
 
+    @rule(tenant=st.sampled_from("ab"), below=st.integers(1, 3))
+    def purge(self, tenant: str, below: int) -> None:
+        matching = {owner for owner in OWNERS if owner[0] == tenant and owner[1] < below}
+        expected = [i for i, owners in enumerate(self.written) if owners & matching]
+        references = self.references()
+        assert self.pool.purge(TenantId(tenant), ScopeGeneration(below)) == tuple(expected)
+        self.purged |= set(expected)
+        for block_id in expected:
+            idle = references[block_id] == 0
+            self.cleaning += [block_id] if idle else []
+            if idle or self.owners[block_id] in matching:
+                self.condemned.add(block_id)
+                self.drop_tags_of(block_id)
+            else:
+                assert block_id in self.condemned or block_id not in {b for b, _ in self.tagged.values()}
+
     @rule()
     def clean(self) -> None:
         dirty = self.pool.take_dirty()
         assert sorted(dirty) == sorted(self.cleaning)
         self.pool.cleaned(dirty)
+        for block_id in dirty:
+            self.generations[block_id] += 1
+            self.written[block_id], self.owners[block_id] = set(), NOBODY
+        self.purged -= set(dirty)
         self.condemned -= set(dirty)
         self.cleaning = []
 
@@ -308,6 +340,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert counts.free == references.count(0) - cached
         assert counts.used == self.NUM_BLOCKS - references.count(0)
         assert [self.pool.generation(i) for i in range(self.NUM_BLOCKS)] == self.generations
+        assert {i for i in range(self.NUM_BLOCKS) if self.pool.num_purged([i])} == self.purged
 
 
 PoolMachine.TestCase.settings = settings(
