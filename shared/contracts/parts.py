@@ -117,6 +117,13 @@ class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):
     floor_s: float = 0.0
 
 
+class ClassRoom(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a newcomer of a class can have on a worker, what lower classes would give up for it included."""
+
+    sequences: int = 0
+    blocks: tuple[int, ...] = ()  # per layer group
+
+
 class ItlTarget(msgspec.Struct, frozen=True, omit_defaults=True):
     """How long a step may take while sequences decode; all 0: as long as it does.
 

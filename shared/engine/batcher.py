@@ -23,7 +23,7 @@ from shared.engine.batcher_config import BatcherConfig
 from shared.engine.batcher_gauges import Gauges, read_gauges
 from shared.engine.batcher_invariants import require_sound
 from shared.engine.block_cleaning import BlockCleaning
-from shared.engine.block_room import BlockRoom, ReservationRefused
+from shared.engine.block_room import BlockRoom
 from shared.engine.followers import Followers
 from shared.engine.sequence import Sequence
 from shared.engine.sequence_blocks import condemn, no_tables
@@ -40,16 +40,13 @@ NOT_FINITE = "the logits were not finite"
 STUCK = "its grammar allows no further token"
 
 
-class NoSlot(ReservationRefused):
-    """As many sequences are live as the engine runs at once."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """What an accepted sequence holds."""
 
     num_cached_tokens: int
     tables: tuple[BlockTable, ...]  # one per layer group
+    arriving: bool = False  # its blocks come when steps in flight have ended; ADMITTED tells
 
 
 class Batcher:
@@ -60,7 +57,9 @@ class Batcher:
         self.pool = BlockPool(layout)
         self.step_model = DEFAULT_MODEL  # how long steps take, as far as is known; may be replaced any time
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
-        self._room = BlockRoom(self.pool, self._sequences, lambda seq, event: self._report(seq, event=event))
+        self._room = BlockRoom(
+            self.pool, self._sequences, config.max_num_seqs, lambda seq, event: self._report(seq, event=event)
+        )
         self._arrivals = 0
         self._composer = StepComposer(config, self._room, self._sequences)
         self._followers = Followers(self.pool, self._room, self._sequences)
@@ -75,10 +74,15 @@ class Batcher:
         """Raises NeverFits when the empty pool could not hold each of `specs` to its end, or all of them to begin."""
         self._room.require_possible(specs)
 
-    def reserve(self, spec: SequenceSpec) -> Reservation:
-        """Accept a sequence with the blocks it needs to begin, or nothing.
+    def require_room(self, specs: Seq[SequenceSpec]) -> None:
+        """Raises NoBlocks or NoSlot when `specs`, choices of one prompt, cannot all be reserved now."""
+        self._room.require_room(specs)
 
-        Room is left for each running sequence to grow by a block, and for those that were preempted.
+    def reserve(self, spec: SequenceSpec) -> Reservation:
+        """Accept a sequence with a place and the blocks it needs to begin, or nothing.
+
+        Room is left for each running sequence to grow by a block, and for those that were preempted. Sequences of lower
+        classes give theirs up where that is what is missing.
 
         Raises:
             NeverFits, NoBlocks, NoSlot: not accepted.
@@ -87,21 +91,24 @@ class Batcher:
         if spec.seq_id in self._sequences:
             raise ValueError(f"sequence {spec.seq_id} is held already")
         self._room.require_possible((spec,))
-        if self._num_live() >= self.config.max_num_seqs:
-            raise NoSlot(f"{self.config.max_num_seqs} sequences are live")
         leader = self._followers.leader_of(spec)
-        tables, num_cached = self._room.admit(spec) if leader is None else (no_tables(self.pool), 0)
+        if leader is not None:
+            self._room.admit_follower(spec)
+        entry = self._room.admit(spec) if leader is None else None
+        tables, num_cached = entry if entry is not None else (no_tables(self.pool), 0)
         self._arrivals += 1
         seq = Sequence(spec, self._arrivals, tables, num_cached)
         self._sequences[spec.seq_id] = seq
         if leader is not None:
             self._followers.add(seq, leader)
+        elif entry is None:
+            seq.arrive_later()
         if spec.compute_only:
             self._cleaning.add_tails(seq)
             seq.end_if_computed()
             if seq.finish:
                 self._report(seq)
-        return Reservation(num_cached, seq.tables)
+        return Reservation(num_cached, seq.tables, seq.arriving)
 
     def kv_received(self, seq_id: str, num_tokens: int) -> bool:
         """KV of [0, num_tokens) is stored in the sequence's blocks, cached or pulled. False when it no longer waits.
@@ -181,6 +188,11 @@ class Batcher:
             seq.kept_for_peer = False
         self._let_go(seq)
         return True
+
+    def tables(self, seq_id: str) -> tuple[BlockTable, ...]:
+        """Its tables, one per layer group; () when it is not held, empty ones while it waits for blocks."""
+        seq = self._sequences.get(seq_id)
+        return () if seq is None else seq.tables
 
     def outputs(self, seq_id: str) -> tuple[int, ...]:
         """Output token ids so far, for a replay; () when it is not held."""
@@ -320,12 +332,9 @@ class Batcher:
 
     def check(self) -> None:
         """Assert the invariants: cheap enough to run whenever the engine idles."""
-        require_sound(self._sequences, self._in_flight, self.pool, self.config.depth)
+        require_sound(self._sequences, self._in_flight, self.pool, self.config)
 
     # ------------------------------------------------------------------------------------- parts
-
-    def _num_live(self) -> int:
-        return sum(1 for seq in self._sequences.values() if not seq.finish)
 
     def _oldest(self, step: int) -> StepPlan:
         if not self._in_flight or self._in_flight[0].step != step:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from shared.contracts.grants import CLASSES
+from shared.contracts.parts import ClassRoom
 from shared.engine.block_room import BlockRoom
 from shared.engine.sequence import Sequence, SequenceStatus
 from shared.kv.block_pool import BlockCounts, BlockPool
@@ -23,6 +25,7 @@ class Gauges:
     held_back: tuple[int, ...]  # available blocks that no newcomer gets, per layer group
     preempted: int  # those waiting for room, among `waiting`
     preemptions: int  # so far
+    rooms: tuple[ClassRoom, ...] = ()  # what a newcomer can have, one for each of CLASSES
 
 
 def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoom) -> Gauges:
@@ -38,4 +41,5 @@ def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoo
         held_back=room.held_back,
         preempted=statuses.count(SequenceStatus.PREEMPTED),
         preemptions=room.preemptions,
+        rooms=tuple(room.room_of(rank) for rank in range(len(CLASSES))),
     )

@@ -1,8 +1,9 @@
 """Who gets blocks, and whose are taken: admission, growth, preemption, return. Pure; `Batcher` owns and drives it.
 
-Admission takes the blocks of the tokens a sequence came with and one more per layer group to grow into, and leaves one
-for each running sequence: the watermark. Growth takes the others one by one. Where there is none left, `preemption`
-says who gives way; that sequence keeps its tokens and returns by itself, computing them again, when there is room.
+Admission takes a place, the blocks of the tokens a sequence came with and one more per layer group to grow into, and
+leaves one for each running sequence: the watermark. Growth takes the others one by one. Where there is none left,
+`preemption` says who gives way; that sequence keeps its tokens and returns by itself, computing them again, when there
+is room. Who comes or returns has what lower classes hold: see `precedence`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
+from shared.contracts.grants import CLASSES
+from shared.contracts.parts import ClassRoom
 from shared.engine import sequence_blocks as blocks
-from shared.engine.preemption import Holder, choose_victim, may_enter, newest_of_lowest
+from shared.engine.precedence import Need, Precedence
+from shared.engine.preemption import Holder, choose_idle, choose_victim, may_enter
 from shared.engine.sequence import Sequence
 from shared.engine.sequence_spec import SequenceSpec
-from shared.engine.sequence_update import PREEMPTED, RESUMED, REVOKED
+from shared.engine.sequence_update import ADMITTED, PREEMPTED, RESUMED, REVOKED
 from shared.kv.block_pool import BlockPool
 from shared.kv.block_table import BlockTable
 
@@ -32,21 +36,28 @@ class NoBlocks(ReservationRefused):
     """Too few blocks are available now."""
 
 
+class NoSlot(ReservationRefused):
+    """As many sequences of its class and higher ones are live as the engine runs at once."""
+
+
 class BlockRoom:
     """The pool of a batcher and the sequences that share it.
 
     Args:
         sequences: the batcher's own, in order of arrival; only read here.
+        most: sequences that run at once.
         report: called with a sequence and one of its events.
     """
 
     def __init__(
-        self, pool: BlockPool, sequences: Mapping[str, Sequence], report: Callable[[Sequence, str], None]
+        self, pool: BlockPool, sequences: Mapping[str, Sequence], most: int, report: Callable[[Sequence, str], None]
     ) -> None:
         self.preemptions = 0  # so far, of sequences that had begun
         self._pool = pool
         self._sequences = sequences
+        self._most = most
         self._report = report
+        self._precedence = Precedence(pool, sequences, most)
 
     def require_possible(self, specs: Seq[SequenceSpec]) -> None:
         """Raises NeverFits when the empty pool could not hold each of `specs` to its end, or all of them to begin."""
@@ -57,58 +68,115 @@ class BlockRoom:
             if needed > group.num_blocks:
                 raise NeverFits(f"{needed} blocks needed of {group.num_blocks}")
 
-    def admit(self, spec: SequenceSpec) -> tuple[tuple[BlockTable, ...], int]:
+    def require_room(self, specs: Seq[SequenceSpec]) -> None:
+        """Raises NoBlocks or NoSlot when these cannot begin together, what they would take from others included."""
+        begin = [blocks.to_begin_alone(self._pool, spec) for spec in specs]
+        hits = self._pool.match(specs[0].tags, specs[0].token_ids, specs[0].max_match)
+        needed = tuple(max(len(hit), sum(counts)) for hit, counts in zip(hits, zip(*begin, strict=True), strict=True))
+        self._way(Need(specs[0].rank, len(specs), hits, needed))
+
+    def admit(self, spec: SequenceSpec) -> tuple[tuple[BlockTable, ...], int] | None:
         """Tables to begin with, and how many tokens of KV the shared blocks among them hold.
 
+        None: it has a place, and its blocks come when steps in flight have ended; see `let_return`.
+
         Raises:
-            NoBlocks: there is no room, or others have waited for it; nothing was taken.
+            NoBlocks, NoSlot: there is no room, or others have waited for it; nothing was taken.
         """
-        homeless = self._homeless()
+        homeless = [seq for seq in self._homeless() if not _of_one_request(seq.spec, spec)]
         if not may_enter(spec.rank, [(seq.spec.rank, seq.passed_over) for seq in homeless]):
             raise NoBlocks(f"{len(homeless)} preempted sequences wait for blocks")
         needed = blocks.to_begin(self._pool, spec, len(spec.token_ids))
         hits = self._pool.match(spec.tags, spec.token_ids, spec.max_match)
-        watermark = self._watermark()
-        if not blocks.has_room(self._pool, hits, needed, watermark):
-            there = tuple(counts.available for counts in self._pool.counts)
-            raise NoBlocks(f"{needed} blocks needed, {there} available, {watermark} of them for others to grow into")
+        # who computes for a peer is told its blocks at once, so takes from nobody
+        self._make_way(Need(len(CLASSES) if spec.compute_only else spec.rank, 1, hits, needed))
         for seq in homeless:
             seq.passed_over += 1
+        if not blocks.has_room(self._pool, hits, needed, self._watermark()):
+            return None
         return blocks.take(self._pool, hits, needed, spec.owner), len(hits[0]) * self._pool.groups[0].block_size
+
+    def admit_follower(self, spec: SequenceSpec) -> None:
+        """Make sure of a place for one that begins when another has computed its prompt. Raises NoSlot."""
+        nothing = (0,) * len(self._pool.groups)
+        if self._precedence.free_places < 1:
+            self._make_way(Need(spec.rank, 1, tuple([] for _ in nothing), nothing))
+
+    def room_of(self, rank: int) -> ClassRoom:
+        """What a newcomer of a class can have."""
+        waiting = [(seq.spec.rank, seq.passed_over) for seq in self._homeless()]
+        return self._precedence.room_of(rank, may_enter(rank, waiting))
+
+    def _make_way(self, need: Need) -> None:
+        for seq in self._way(need):
+            self._displace(seq)
+
+    def _way(self, need: Need) -> list[Sequence]:
+        """Who gives way to a newcomer. Raises NoBlocks or NoSlot where nothing that may be taken would help."""
+        watermark, takes = self._watermark(), self._precedence.takes_any(need.rank)
+        if (
+            blocks.has_room(self._pool, need.hits, need.blocks, watermark)
+            and self._precedence.free_places >= need.places
+        ):
+            return []
+        way = self._precedence.way(need) if takes else None
+        if way is not None:
+            return way
+        if self._precedence.room_of(need.rank, True).sequences < need.places:
+            raise NoSlot(f"{self._most} sequences are live")
+        there = tuple(counts.available for counts in self._pool.counts)
+        raise NoBlocks(f"{need.blocks} blocks needed, {there} available, {watermark} of them for others to grow into")
+
+    def _displace(self, seq: Sequence) -> None:
+        """Have a sequence give up its place, and its blocks if it holds any."""
+        if seq.preempted:
+            seq.placed = False
+        else:
+            self.take_from(seq)
 
     @property
     def has_homeless(self) -> bool:
-        """True when a preempted sequence waits for blocks."""
+        """True when a sequence waits for blocks."""
         return any(map(_IS_PREEMPTED, self._sequences.values()))
 
     def let_return(self, allowed: Collection[str]) -> None:
-        """Give preempted sequences blocks again, the most urgent first, as far as there is room.
+        """Give those without blocks some, the most urgent first, as far as there is room or lower classes hold it.
 
-        Reservations whose batch has not come yet give way: they may be what the batch before them waits for.
+        Reservations whose batch has not come yet give way too: they may be what the batch before them waits for.
         """
         for seq in self._homeless():
-            if seq.awaiting_kv or not may_run(seq, allowed):
+            if not seq.arriving and (seq.awaiting_kv or not may_run(seq, allowed)):
                 continue
             while not self._returns(seq):
-                idle = [h for h in self._holders(allowed) if h.seq_id not in allowed]
-                victim = newest_of_lowest(h for h in idle if not (h.started or h.pinned))
-                if victim is None:
+                way = self._precedence.way(self._need(seq))
+                if way is None:
+                    victim = choose_idle(seq.spec.rank, self._holders(allowed), allowed)
+                    way = [self._sequences[victim]] if victim is not None else []
+                if not way:
                     return
-                self.take_from(self._sequences[victim.seq_id])
+                for other in way:
+                    self._displace(other)
 
-    def _returns(self, seq: Sequence) -> bool:
+    def _need(self, seq: Sequence) -> Need:
         needed = blocks.to_begin(self._pool, seq.spec, len(seq.tokens))
         if seq.lent:
             hits = self._pool.still_held(seq.lent)
         else:
             hits = self._pool.match(blocks.known_tags(self._pool, seq), seq.tokens, seq.max_match)
-        if not blocks.has_room(self._pool, hits, needed, self._watermark()):
+        return Need(seq.spec.rank, not seq.placed, hits, needed)
+
+    def _returns(self, seq: Sequence) -> bool:
+        need = self._need(seq)
+        if need.places > self._precedence.free_places:
             return False
-        num_shared = len(hits[0]) * self._pool.groups[0].block_size
-        began = seq.num_preemptions > 0 or not seq.spec.follows
-        seq.return_to(blocks.take(self._pool, hits, needed, seq.spec.owner), num_shared)
-        if began:
-            self._report(seq, RESUMED)
+        if not blocks.has_room(self._pool, need.hits, need.blocks, self._watermark()):
+            return False
+        num_shared = len(need.hits[0]) * self._pool.groups[0].block_size
+        event = ADMITTED if seq.arriving else RESUMED
+        told = seq.arriving or seq.num_preemptions > 0 or not seq.spec.follows
+        seq.return_to(blocks.take(self._pool, need.hits, need.blocks, seq.spec.owner), num_shared)
+        if told:
+            self._report(seq, event)
         return True
 
     def lend(self, leader: Sequence, followers: Seq[Sequence]) -> bool:
@@ -182,7 +250,7 @@ class BlockRoom:
         return tuple(self._watermark() + sum(need[g] for need in needs) for g in range(len(self._pool.groups)))
 
     def _homeless(self) -> list[Sequence]:
-        """Preempted sequences, the one to return first in front."""
+        """Those without blocks, the one to get some first in front."""
         waiting = (seq for seq in self._sequences.values() if seq.preempted and not (seq.finish or seq.waits_for))
         return sorted(waiting, key=urgency)
 
@@ -204,6 +272,11 @@ class BlockRoom:
             for seq in self._sequences.values()
             if _holds_for_itself(seq)
         ]
+
+
+def _of_one_request(one: SequenceSpec, other: SequenceSpec) -> bool:
+    """True for choices of one prompt: they come together, and none is before the other."""
+    return bool(other.follows) and other.follows in (one.seq_id, one.follows)
 
 
 def _holds_for_itself(seq: Sequence) -> bool:

@@ -9,7 +9,7 @@ when it was accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 PASSES = 8
@@ -43,6 +43,21 @@ def choose_victim(requester: str, holders: Sequence[Holder]) -> str | None:
         victim = newest_of_lowest(h for h in takeable if h.started)
     if victim is own and not any(h.can_run for h in holders if h is not own):
         victim = newest_of_lowest(waiting)
+    return victim.seq_id if victim is not None else None
+
+
+def choose_idle(rank: int, holders: Sequence[Holder], allowed: Collection[str]) -> str | None:
+    """Which reservation whose turn has not come gives way to one of class `rank` that comes back; None: none does.
+
+    One of a higher class only where nobody could go on otherwise.
+
+    Args:
+        allowed: who may run by the batching policy.
+    """
+    idle = [h for h in holders if h.seq_id not in allowed and not (h.started or h.pinned)]
+    victim = newest_of_lowest(h for h in idle if h.rank >= rank)
+    if victim is None and not any(h.can_run for h in holders):
+        victim = newest_of_lowest(idle)
     return victim.seq_id if victim is not None else None
 
 

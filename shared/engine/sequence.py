@@ -64,6 +64,8 @@ class Sequence:
     awaiting_kv: bool = field(init=False)
     leaving: bool = False  # to be preempted once its steps in flight have ended
     preempted: bool = False  # holds no blocks
+    arriving: bool = False  # holds none yet: they are on their way, taken from lower classes
+    placed: bool = True  # counts among those that run at once; False: it waits for room, its place is another's
     finish: str = ""
     prefill_s: float = 0.0  # its share, by tokens, of the steps that computed tokens it came with
     decode_s: float = 0.0  # the same for tokens sampled here
@@ -108,7 +110,7 @@ class Sequence:
     def status(self) -> SequenceStatus:
         if self.finish:
             return SequenceStatus.FINISHED
-        if self.preempted and not self.waits_for:
+        if self.preempted and not (self.waits_for or self.arriving):
             return SequenceStatus.PREEMPTED
         return SequenceStatus.RUNNING if self.num_scheduled_tokens else SequenceStatus.WAITING
 
@@ -160,6 +162,11 @@ class Sequence:
         return len(self.tokens) - 1 if self._scored >= self._num_scored else self._scored
 
     @property
+    def has_place(self) -> bool:
+        """True when it is one of those that run at once. One that leaves has given its place up."""
+        return self.placed and not (self.finish or self.leaving)
+
+    @property
     def spared(self) -> bool:
         """True between a preemption and the next block it makes: so each preemption is paid for with progress."""
         return self.num_computed_tokens < self._spared_until
@@ -205,11 +212,15 @@ class Sequence:
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_shared_tokens = 0
         self._catch_up = len(self.tokens)
         self._reported, self._complete_at = [0] * len(self.tables), 0
-        self.leaving, self.preempted = False, True
+        self.leaving, self.preempted, self.placed = False, True, False
 
     def wait_for(self, leader: str) -> None:
         """Begin without blocks, until `leader` has computed the prompt that both have."""
         self.preempted, self.waits_for, self.former = True, leader, self.tables
+
+    def arrive_later(self) -> None:
+        """Begin without blocks, with a place: they come when others' steps in flight have ended."""
+        self.preempted, self.arriving, self.former = True, True, self.tables
 
     def return_to(self, tables: tuple[BlockTable, ...], num_shared_tokens: int) -> None:
         """Go on in new blocks, of which the first hold [0, num_shared_tokens) already."""
@@ -221,7 +232,7 @@ class Sequence:
         self._reported, self._complete_at = [table.num_shared for table in tables], 0
         # The blocks it comes back to have room for this much more, so it needs nobody else's until then.
         self._spared_until = len(self.tokens) + min(table.block_size for table in tables)
-        self.preempted, self.passed_over = False, 0
+        self.preempted, self.arriving, self.placed, self.passed_over = False, False, True, 0
 
     @property
     def most_steps(self) -> int:

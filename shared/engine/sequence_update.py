@@ -12,8 +12,9 @@ from shared.contracts.parts import Totals
 
 STOP, LENGTH, COMPUTED, CANCELLED, ERROR = "stop", "length", "computed", "cancelled", "error"
 """Finish reasons. COMPUTED ends a `compute_only` sequence; CANCELLED never appears in an update."""
-PREEMPTED, REVOKED, RESUMED = "preempted", "revoked", "resumed"
-"""Events of a sequence whose blocks are taken: REVOKED when it had not begun to compute."""
+PREEMPTED, REVOKED, RESUMED, ADMITTED = "preempted", "revoked", "resumed", "admitted"
+"""Events of a sequence whose blocks are taken: REVOKED when it had not begun to compute. ADMITTED: it has its
+first blocks, which others had to give up before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True):
     finish: str = ""  # "" | stop | length | computed | error
     totals: Totals | None = None  # with `finish`; wall times and bytes are not the batcher's to know
     detail: str = ""  # with finish == "error": for logs
-    event: str = ""  # "" | preempted | revoked | resumed
+    event: str = ""  # "" | preempted | revoked | resumed | admitted
     started_at: float = 0.0  # when its first step was planned, on the clock `Batcher.plan` is given
     logprobs: tuple[TokenLogprob, ...] = ()  # of token_ids, where asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens behind those reported before

@@ -12,8 +12,8 @@ Every block is in exactly one of three states:
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shared.contracts.ids import BlockGeneration, BlockTag, ScopeGeneration, TenantId
@@ -120,6 +120,15 @@ class GroupPool:
         """True if `shared` can be referenced and `num_new` blocks allocated besides."""
         pinned = sum(1 for block_id in set(shared) if block_id in self._cached)
         return num_new <= len(self._free) + len(self._cached) - pinned
+
+    def freed_by(self, tables: Iterable[Sequence[int]], kept: Collection[int] = ()) -> int:
+        """Blocks, other than those `kept`, that would be available if these tables were given back, all of them."""
+        named = Counter(block_id for table in tables for block_id in table)
+        return sum(
+            block_id not in kept and block.refcount == count and not block.condemned
+            for block_id, count in named.items()
+            for block in (self._blocks[block_id],)
+        )
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Add a reference to full blocks that are tagged or held. A shared block is never written."""

@@ -10,9 +10,8 @@ import pytest
 from shared.contracts.ids import TenantId
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum
-from shared.engine.batcher import NoSlot
 from shared.engine.batcher_config import BatcherConfig
-from shared.engine.block_room import NeverFits, NoBlocks
+from shared.engine.block_room import NeverFits, NoBlocks, NoSlot
 from shared.engine.sequence import Sequence
 from shared.engine.step_plan import IN_FLIGHT, StepOutput
 from tests.unit.batcher_support import (

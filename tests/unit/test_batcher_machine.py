@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.contracts.ids import BlockTag, TenantId
 from shared.contracts.tokens import completion_checksum
-from shared.engine.batcher import NoSlot
-from shared.engine.block_room import NeverFits, NoBlocks
+from shared.engine.block_room import NeverFits, NoBlocks, NoSlot
 from shared.engine.sequence import Sequence
+from shared.engine.sequence_blocks import to_begin
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import StepPlan
@@ -32,7 +32,7 @@ from tests.unit.batcher_support import (
 class BatcherMachine(RuleBasedStateMachine):
     """Random arrivals, steps, ends and hand-offs; each sequence must see exactly its own tokens, and all must end."""
 
-    DEPTH, STRETCH_S, NUM_BLOCKS = 1, 0.0, 13
+    DEPTH, STRETCH_S, NUM_BLOCKS, PLACES = 1, 0.0, 13, 6
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class BatcherMachine(RuleBasedStateMachine):
             num_blocks=self.NUM_BLOCKS,
             groups=2,
             depth=self.DEPTH,
-            max_num_seqs=6,
+            max_num_seqs=self.PLACES,
             token_budget=11,
             quantum=3,
             stretch_s=self.STRETCH_S,
@@ -87,7 +87,7 @@ class BatcherMachine(RuleBasedStateMachine):
         prompt=st.integers(1, 22),
         max_tokens=st.integers(1, 12),
         kind=st.sampled_from(["plain", "plain", "compute", "await", "pull"]),
-        klass=st.sampled_from(["interactive", "batch"]),
+        klass=st.sampled_from(["interactive", "analysis", "batch"]),
         tenant=st.sampled_from(["x", "y"]),
     )
     def reserve(self, prompt: int, max_tokens: int, kind: str, klass: str, tenant: str) -> None:
@@ -103,10 +103,19 @@ class BatcherMachine(RuleBasedStateMachine):
             await_kv=kind in ("await", "pull"),
             klass=klass,
         )
+        room = self.batcher.gauges().rooms[spec.rank]
+        begin = to_begin(self.batcher.pool, spec, prompt)
+        promised = room.sequences > 0 and all(n <= there for n, there in zip(begin, room.blocks, strict=True))
         try:
-            self.batcher.reserve(spec)
-        except (NeverFits, NoBlocks, NoSlot):
+            reservation = self.batcher.reserve(spec)
+        except NeverFits:
             return
+        except (NoBlocks, NoSlot):
+            # who computes for a peer takes nothing from others
+            assert not promised or spec.compute_only, "there was said to be room"
+            return
+        assert room.sequences > 0
+        assert not (reservation.arriving and spec.compute_only)
         self.specs[spec.seq_id] = spec
         self.live.add(spec.seq_id)
         self.tokens[spec.seq_id] = []
@@ -121,6 +130,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         self.zeroing += self.batcher.take_blocks_to_zero()
         plan = self.batcher.plan(may_stretch=True)
+        self.take(self.batcher.take_updates())
         if plan is None:
             return
         assert plan.num_tokens <= 11
@@ -223,6 +233,12 @@ class EagerBatcherMachine(BatcherMachine):
     DEPTH = 0
 
 
+class CrowdedBatcherMachine(BatcherMachine):
+    """Places are what is scarce, so classes take them from one another."""
+
+    NUM_BLOCKS, PLACES = 30, 2
+
+
 class StretchingBatcherMachine(BatcherMachine):
     STRETCH_S, NUM_BLOCKS = 1.0, 40
 
@@ -230,10 +246,11 @@ class StretchingBatcherMachine(BatcherMachine):
 _SETTINGS = settings(
     max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-for _machine in (BatcherMachine, EagerBatcherMachine, StretchingBatcherMachine):
+for _machine in (BatcherMachine, EagerBatcherMachine, CrowdedBatcherMachine, StretchingBatcherMachine):
     _machine.TestCase.settings = _SETTINGS
 TestOneStepAhead = BatcherMachine.TestCase
 TestNoStepAhead = EagerBatcherMachine.TestCase
+TestFewPlaces = CrowdedBatcherMachine.TestCase
 TestStretches = StretchingBatcherMachine.TestCase
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from shared.contracts.errors import Unavailable
-from shared.engine.batcher import Batcher, NoSlot
+from shared.engine.batcher import Batcher
+from shared.engine.block_room import NoSlot
 from shared.engine.engine import Engine
 from shared.engine.fake_runner import FakeRunner, made_up_token
 from shared.engine.sequence_update import SequenceUpdate

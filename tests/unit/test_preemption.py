@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shared.contracts.ids import BlockTag
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum
-from shared.engine.batcher import Batcher, NoSlot
+from shared.engine.batcher import Batcher
 from shared.engine.batching_policy import BATCHING
-from shared.engine.block_room import BlockRoom, NeverFits, NoBlocks
+from shared.engine.block_room import BlockRoom, NeverFits, NoBlocks, NoSlot
 from shared.engine.preemption import PASSES, Holder, choose_victim, may_enter
 from shared.engine.sequence import Sequence
 from shared.engine.sequence_spec import SequenceSpec
@@ -402,19 +402,22 @@ def specs_of(shapes: list[tuple[int, int, str]], num_blocks: int) -> list[Sequen
 
 
 @settings(max_examples=200, deadline=None)
-@example([(4, 9, "batch"), (4, 9, "interactive")], 5, 1, "continuous", 1)
-@example([(1, 26, "batch")] * 6, 7, 1, "static", 2)
+@example([(4, 9, "batch"), (4, 9, "interactive")], 5, 1, "continuous", 1, 6)
+@example([(1, 26, "batch")] * 6, 7, 1, "static", 2, 6)
 # the last of a batch waits for blocks that reservations of the next batch hold
-@example([(1, 1, "batch"), (5, 9, "batch"), (7, 8, "batch"), (8, 6, "batch"), (5, 9, "batch")], 7, 0, "static", 1)
-@given(shapes, st.integers(4, 12), st.integers(0, 1), st.sampled_from(BATCHING), st.integers(1, 2))
+@example([(1, 1, "batch"), (5, 9, "batch"), (7, 8, "batch"), (8, 6, "batch"), (5, 9, "batch")], 7, 0, "static", 1, 6)
+@example([(1, 26, "batch"), (3, 20, "batch"), (2, 9, "analysis"), (1, 9, "interactive")], 40, 1, "continuous", 1, 2)
+@given(
+    shapes, st.integers(4, 12), st.integers(0, 1), st.sampled_from(BATCHING), st.integers(1, 2), st.sampled_from([2, 6])
+)
 def test_every_sequence_makes_its_tokens_and_none_is_preempted_for_ever(
-    drawn: list[tuple[int, int, str]], num_blocks: int, depth: int, batching: Any, groups: int
+    drawn: list[tuple[int, int, str]], num_blocks: int, depth: int, batching: Any, groups: int, most: int
 ) -> None:
     batcher = make_batcher(
         num_blocks=num_blocks,
         groups=groups,
         depth=depth,
-        max_num_seqs=6,
+        max_num_seqs=most,
         token_budget=9,
         quantum=3,
         batching=batching,
@@ -435,7 +438,7 @@ def crowd() -> Run:
     """Long decodes, and prompts of a lower class that take many steps to compute and to compute again."""
     batcher = make_batcher(num_blocks=9, depth=1, token_budget=9, chunk_size=1)
     low, high = "batch", "interactive"
-    shapes = [(14, 3, low), (3, 12, high), (1, 22, high), (8, 22, high), (1, 5, high), (9, 10, low), (8, 20, high)]
+    shapes = [(4, 15, high), (2, 18, low), (16, 3, low), (8, 21, high), (7, 12, low), (13, 8, high), (4, 5, high)]
     return Run(
         batcher,
         [
