@@ -31,6 +31,8 @@ class Choice:
     ended: str = ""  # its finish reason
     revoked: bool = False  # its blocks were taken before it began; it waits here for others
     preemptions: int = 0
+    drafted: int = 0  # tokens guessed, of an ended sequence
+    accepted: int = 0  # those that were right
     started_at: float = 0.0  # when its first step was planned
     ahead: int = 0  # tokens of a stretch that were taken, and come once more in its update
     first_at: float = 0.0
@@ -122,6 +124,7 @@ class Held:
         )
 
 
+        choice.drafted, choice.accepted = totals.drafted_tokens, totals.accepted_tokens
 def goes_on(held: Held, message: Reserve, generated: list[int]) -> bool:
     """True if a newer attempt at the held request can go on with what is here.
 

@@ -101,7 +101,27 @@ def accept(batcher: Batcher, specs: Sequence[SequenceSpec]) -> Accepted:
             batcher.cancel(spec.seq_id)
         raise
     first, spec = accepted[0], specs[0]
-    awaiting = spec.await_kv and first.num_cached_tokens < len(spec.token_ids) - 1
+    if first.arriving and spec.await_kv:
+        return Accepted(first.num_cached_tokens, first.tables, awaiting=False, arriving=True)
+    return _opened(batcher, spec, first)
+
+
+def settle(batcher: Batcher, spec: SequenceSpec) -> Accepted:
+    """On the planner thread: what became of a reservation whose blocks were on their way.
+
+    One that has none yet, or lost them again, computes its prompt here as soon as it has some.
+    """
+    held = batcher.reservation(spec.seq_id)
+    if held is None:
+        return Accepted(0, (), awaiting=False)
+    if not all(map(len, held.tables)):
+        batcher.release(spec.seq_id)
+        return Accepted(0, held.tables, awaiting=False)
+    return _opened(batcher, spec, held)
+
+
+def _opened(batcher: Batcher, spec: SequenceSpec, held: Reservation) -> Accepted:
+    awaiting = spec.await_kv and held.num_cached_tokens < len(spec.token_ids) - 1
     if awaiting:
         batcher.pin(spec.seq_id)
     elif spec.await_kv:
@@ -156,4 +176,6 @@ def end_span(held: Held) -> None:
             **first.timings.summary(),
         }
     )
+            a.DRAFTED_TOKENS: sum(c.drafted for c in held.choices),
+            a.ACCEPTED_TOKENS: sum(c.accepted for c in held.choices),
     held.span.end()

@@ -50,6 +50,8 @@ class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes_pulled: int = 0
     first_token_s: float = 0.0  # wall time from reservation to first sampled token
     preemptions: int = 0  # how often its blocks were taken; what was computed again is in `wasted_tokens`
+    drafted_tokens: int = 0  # guesses that steps verified; wrong ones are in `wasted_tokens`
+    accepted_tokens: int = 0  # those that were right
 
 
 def sum_totals(parts: Iterable[Totals]) -> Totals:
@@ -71,6 +73,8 @@ def sum_totals(parts: Iterable[Totals]) -> Totals:
         bytes_pulled=sum(t.bytes_pulled for t in parts),
         first_token_s=first.first_token_s,
         preemptions=sum(t.preemptions for t in parts),
+        drafted_tokens=sum(t.drafted_tokens for t in parts),
+        accepted_tokens=sum(t.accepted_tokens for t in parts),
     )
 
 

@@ -29,6 +29,7 @@ from shared.engine.sequence import Sequence
 from shared.engine.sequence_blocks import condemn, no_tables
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import CANCELLED, ERROR, STOP, SequenceUpdate
+from shared.engine.speculation import Speculation
 from shared.engine.step_composer import StepComposer
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan, require_fit
 from shared.engine.step_time import DEFAULT_MODEL
@@ -61,7 +62,8 @@ class Batcher:
             self.pool, self._sequences, config.max_num_seqs, lambda seq, event: self._report(seq, event=event)
         )
         self._arrivals = 0
-        self._composer = StepComposer(config, self._room, self._sequences)
+        self._speculation = Speculation(config.most_drafted)
+        self._composer = StepComposer(config, self._room, self._sequences, self._speculation)
         self._followers = Followers(self.pool, self._room, self._sequences)
         self._in_flight: deque[StepPlan] = deque()
         self._last_step = 0
@@ -214,7 +216,7 @@ class Batcher:
         repeats = self._composer.stretch(self.step_model) if may_stretch else 1
         if repeats > 1 and self._in_flight:
             return None
-        scheduled = self._composer.compose(self.step_model, now, repeats)
+        scheduled = self._composer.compose(self.step_model, now, repeats, ahead=bool(self._in_flight))
         if not scheduled:
             return None
         self._last_step += 1
@@ -328,7 +330,7 @@ class Batcher:
 
     def gauges(self) -> Gauges:
         """A snapshot of now."""
-        return read_gauges(self._sequences.values(), self.pool, self._room)
+        return read_gauges(self._sequences.values(), self.pool, self._room, self._speculation)
 
     def check(self) -> None:
         """Assert the invariants: cheap enough to run whenever the engine idles."""
@@ -353,14 +355,19 @@ class Batcher:
             self._fail(seq, fault)
         elif not seq.finish:
             # behind the first of a stretch each token it drew was computed too, but for the last
-            seq.num_confirmed_tokens = row.start + len(row.token_ids) + max(0, len(sampled) - row.num_sampled)
+            seq.num_confirmed_tokens = row.start + len(row.token_ids) + len(sampled) - row.num_sampled
             if self._followers:
                 self._followers.serve(seq)
+            if row.drafted:
+                seq.settle_draft(len(sampled))
+                self._speculation.verified(seq, row.drafted, len(sampled) - 1)
             first_seq, taken = seq.num_output_tokens, seq.append(sampled)
             if logprobs:
                 scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
                 self._report(seq, first_seq, taken, logprobs=logprobs[: len(taken)], scored=scored)
             else:
+            # a row may have ended inside a draft: behind its last token there is no text
+            seq.num_confirmed_tokens = min(seq.num_confirmed_tokens, len(seq.tokens))
                 self._report(seq, first_seq, taken)
         if seq.finish or seq.leaving:
             self._let_go(seq)
@@ -410,3 +417,4 @@ class Batcher:
         if self._room.let_go(seq):
             del self._sequences[seq.spec.seq_id]
             self._followers.leader_gone(seq.spec.seq_id)
+            self._speculation.forget(seq.spec.seq_id)

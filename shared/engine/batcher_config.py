@@ -22,6 +22,7 @@ class BatcherConfig:
     quantum: int = 64  # prompt tokens a tenant of weight 1 gets in a turn
     stretch_s: float = 0.0  # how long plain decodes may go on with nobody planning; see `StepComposer.stretch`
     batching: Batching = "continuous"  # see `batching_policy`
+    most_drafted: int = 0  # most tokens drafted for a sequence in a step; 0: nothing speculates
     batch_size: int = 8  # most sequences of a static or dynamic batch
     batch_window_s: float = 0.05  # how long a dynamic batch waits to become full
 
@@ -31,5 +32,5 @@ class BatcherConfig:
         target = self.itl_target
         if min(target.least_s, target.times, target.times_each, self.lone_token_budget) < 0:
             raise ValueError("the target of a token's latency and the lone token budget must not be negative")
-        if min(self.max_num_seqs, self.quantum) < 1 or min(self.depth, self.chunk_size) < 0:
-            raise ValueError("sequences and quantum must be positive, depth and chunk size not negative")
+        if min(self.max_num_seqs, self.quantum) < 1 or min(self.depth, self.chunk_size, self.most_drafted) < 0:
+            raise ValueError("sequences and quantum must be positive; depth, chunk size and drafts not negative")

@@ -9,6 +9,7 @@ from shared.contracts.grants import CLASSES
 from shared.contracts.parts import ClassRoom
 from shared.engine.block_room import BlockRoom
 from shared.engine.sequence import Sequence, SequenceStatus
+from shared.engine.speculation import Speculation
 from shared.kv.block_pool import BlockCounts, BlockPool
 
 
@@ -25,10 +26,13 @@ class Gauges:
     held_back: tuple[int, ...]  # available blocks that no newcomer gets, per layer group
     preempted: int  # those waiting for room, among `waiting`
     preemptions: int  # so far
+    drafts: int  # verified so far, by steps of sequences that speculate
+    drafted: int  # their tokens
+    accepted: int  # those of them that were right
     rooms: tuple[ClassRoom, ...] = ()  # what a newcomer can have, one for each of CLASSES
 
 
-def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoom) -> Gauges:
+def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoom, speculation: Speculation) -> Gauges:
     """Of the sequences held, in the blocks of `pool`."""
     statuses = [seq.status for seq in sequences]
     return Gauges(
@@ -41,5 +45,8 @@ def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoo
         held_back=room.held_back,
         preempted=statuses.count(SequenceStatus.PREEMPTED),
         preemptions=room.preemptions,
+        drafts=speculation.drafts,
+        drafted=speculation.drafted,
+        accepted=speculation.accepted,
         rooms=tuple(room.room_of(rank) for rank in range(len(CLASSES))),
     )

@@ -74,8 +74,8 @@ class FakeRunner:
         first = end - row.num_sampled + 1
         vocabulary = self._vocabulary
         tokens = [made_up_token(row.sampling.seed, p, vocabulary) for p in range(first, end + 1)]
-        return tuple(
-            next(t for t in range(token, token + len(row.banned) + 1) if t not in row.banned) for token in tokens
+        return row.that_count(
+            tuple(next(t for t in range(token, token + len(row.banned) + 1) if t not in row.banned) for token in tokens)
         )
 
 

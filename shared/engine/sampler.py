@@ -88,7 +88,8 @@ def sample_sequences(
 ) -> tuple[tuple[tuple[int, ...], ...], frozenset[int]]:
     """One token per row that a sequence samples from, and the indices of sequences that got () for a reason.
 
-    Those are `skip` and the ones with a row whose largest logit, as given or adjusted, is not finite.
+    Those are `skip` and the ones with a row that counts whose largest logit, as given or adjusted, is not finite. Rows
+    behind a wrong guess do not count: see `ScheduledSequence.that_count`.
 
     Args:
         logits: [num_logit_rows, vocab_size] float32 or float64.
@@ -116,7 +117,10 @@ def sample_sequences(
         counts.append(len(span))
     picked = logits if len(indices) == logits.shape[0] else logits[indices]
     drawn = iter(sampler.sample(picked, rows))
-    sampled = [tuple(next(drawn) for _ in range(count)) for count in counts]
+    sampled = [
+        sequence.that_count(tuple(itertools.islice(drawn, count))) if count else ()
+        for sequence, count in zip(sequences, counts, strict=True)
+    ]
     bad = {i for i, found in enumerate(sampled) if NO_TOKEN in found}
     return tuple(() if i in bad else found for i, found in enumerate(sampled)), skip | bad
 
@@ -155,11 +159,15 @@ def sample_greedily(
     is not the largest, it is the largest that tells.
     """
     best = greedy_rows(logits)
+    drawn = [
+        sequence.that_count(tuple(best[span.start : span.stop]))
+        for sequence, span in zip(sequences, ranges, strict=True)
+    ]
     bad = skip
     if min(best, default=0) < 0:
-        bad |= {i for i, span in enumerate(ranges) if any(best[row] < 0 for row in span)}
+        bad |= {i for i, tokens in enumerate(drawn) if min(tokens, default=0) < 0}
     tokens = tuple(
-        () if sequence.sampling is None or i in bad else tuple(best[span.start : span.stop])
-        for i, (sequence, span) in enumerate(zip(sequences, ranges, strict=True))
+        () if sequence.sampling is None or i in bad else tokens
+        for i, (sequence, tokens) in enumerate(zip(sequences, drawn, strict=True))
     )
     return tokens, bad

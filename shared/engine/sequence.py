@@ -56,7 +56,10 @@ class Sequence:
     started_at: float = 0.0  # when its first step was planned
     passed_over: int = 0  # newcomers that were let in while it waited for room
     overtaken: int = 0  # prompt tokens of its tenant's later arrivals that were computed before its own
-    num_placeholders: int = 0  # tokens that steps in flight will sample
+    num_placeholders: int = 0  # tokens that steps in flight will sample, at least
+    num_drafted: int = 0  # tokens of its step in flight that are a guess; nothing is planned behind them
+    num_verified: int = 0  # guessed tokens of steps that have ended
+    num_accepted: int = 0  # those of them that were right
     steps_in_flight: int = 0
     pins: int = 0  # readers and writers outside the steps
     cleaning: int = 0  # own blocks the cleaner has not zeroed yet
@@ -122,7 +125,7 @@ class Sequence:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens the next step could compute."""
-        if self.finish or self.awaiting_kv or self.leaving or self.preempted:
+        if self.finish or self.awaiting_kv or self.leaving or self.preempted or self.num_drafted:
             return 0
         num_tokens = len(self.tokens) + self.num_placeholders
         return num_tokens - self.num_computed_tokens if num_tokens < self._most else 0
@@ -242,6 +245,32 @@ class Sequence:
             return 0
         return self._most - len(self.tokens) - self.num_placeholders
 
+    @property
+    def most_drafts(self) -> int:
+        """Tokens that may be guessed behind its last one; 0: its next step is no decode, or it does not speculate.
+
+        What a grammar allows is not asked of guesses, and where some tokens may not be drawn yet, that goes for the
+        rows of a step alike.
+        """
+        sampling = self.spec.sampling
+        if self.spec.compute_only or sampling.grammar or self.num_output_tokens < sampling.min_tokens:
+            return 0
+        if self.num_pending_tokens != 1 or self.num_computed_tokens < max(len(self.spec.token_ids), self._furthest):
+            return 0
+        return self._most - len(self.tokens) - self.num_placeholders - 1
+
+    def settle_draft(self, num_sampled: int) -> None:
+        """Its step in flight drew so many tokens that count: KV of guessed tokens behind them was never stored."""
+        accepted = num_sampled - 1
+        rejected = self.num_drafted - accepted
+        self.num_verified += self.num_drafted
+        self.num_accepted += accepted
+        self.num_redone_tokens += rejected
+        self.num_computed_tokens -= rejected
+        self._furthest -= rejected
+        self.num_placeholders += accepted
+        self.num_drafted = 0
+
     def unplan(self, steps: int) -> None:
         """So many steps of its stretch in flight, the last ones, were not computed."""
         self.num_computed_tokens -= steps
@@ -249,17 +278,20 @@ class Sequence:
         self.num_placeholders -= steps
         self._furthest -= steps
 
-    def schedule(self, num_tokens: int, now: float = 0.0, repeats: int = 1) -> ScheduledSequence:
+    def schedule(
+        self, num_tokens: int, now: float = 0.0, repeats: int = 1, draft: tuple[int, ...] = ()
+    ) -> ScheduledSequence:
         """Plan the next `num_tokens` and advance; samples if they reach the end of its tokens.
 
         Args:
             repeats: steps of a stretch, each computing the token that the one before drew.
+            draft: guesses of the tokens behind its last one, at most `most_drafts`, to be computed with it.
 
         Raises:
             IndexError: its tables do not hold them.
         """
         spec, params, start = self.spec, self.spec.sampling, self.num_computed_tokens
-        end = start + num_tokens + repeats - 1
+        end = start + num_tokens + len(draft) + repeats - 1
         if not self.covers(end):
             raise IndexError(f"{spec.seq_id}: {end} tokens, and blocks for {self._covered}")
         if not self.num_scheduled_tokens:
@@ -274,13 +306,14 @@ class Sequence:
             self._furthest = end
         self.num_placeholders += samples * repeats
         self.steps_in_flight += 1
+        self.num_drafted = len(draft)
         scored = self._take_scored(start, end) if start < self._num_scored else ()
         return ScheduledSequence(
             seq_id=spec.seq_id,
             start=start,
-            token_ids=known + (IN_FLIGHT,) * (num_tokens - len(known)),
+            token_ids=known + (IN_FLIGHT,) * (num_tokens - len(known)) + draft,
             block_tables=self._block_ids,
-            num_logits=len(scored) + samples,
+            num_logits=len(scored) + samples + len(draft),
             sampling=params if samples else None,
             stored_from=self.num_shared_tokens,
             num_prompt_tokens=spec.num_prompt_tokens,
@@ -288,6 +321,7 @@ class Sequence:
             banned=self._banned(end) if samples and params.min_tokens else (),
             scored=scored,
             score_top=params.prompt_logprobs,
+            drafted=len(draft),
         )
 
     def _take_scored(self, start: int, end: int) -> tuple[int, ...]:
@@ -377,7 +411,7 @@ class Sequence:
         """The account so far. Completion tokens count over all attempts, everything else in this one.
 
         Wasted are planned positions that the kept output did not need: rows in flight behind an end, tokens behind a
-        stop match, and what was computed again after a preemption.
+        stop match, guesses that were wrong, and what was computed again after a preemption.
         """
         outputs = self.num_output_tokens
         needed = len(self.tokens) - (1 if outputs else 0)
@@ -393,4 +427,6 @@ class Sequence:
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             preemptions=self.num_preemptions,
+            drafted_tokens=self.num_verified,
+            accepted_tokens=self.num_accepted,
         )

@@ -12,6 +12,7 @@ from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
 from shared.engine.prompt_budget import prompt_budget
 from shared.engine.prompt_order import count_overtaking, least_first
 from shared.engine.sequence import Sequence
+from shared.engine.speculation import Drafts, Speculation
 from shared.engine.step_plan import ScheduledSequence
 from shared.engine.step_time import StepTimeModel
 
@@ -28,7 +29,10 @@ class StepComposer:
         sequences: the batcher's own, in order of arrival.
     """
 
-    def __init__(self, config: BatcherConfig, room: BlockRoom, sequences: Mapping[str, Sequence]) -> None:
+    def __init__(
+        self, config: BatcherConfig, room: BlockRoom, sequences: Mapping[str, Sequence], speculation: Speculation
+    ) -> None:
+        self._speculation = speculation
         self._config = config
         self._room = room
         self._sequences = sequences
@@ -54,10 +58,13 @@ class StepComposer:
             return 1
         step_s = model.predict(len(seqs), len(seqs), sum(seq.num_computed_tokens + 1 for seq in seqs))
         most = min(most, int(self._config.stretch_s / max(1e-9, step_s)))
+        most = self._speculation.most_steps(model, seqs, most)
         most = self._room.reach(seqs, most) if most >= LEAST_STEPS else 1
         return most if most >= LEAST_STEPS else 1
 
-    def compose(self, model: StepTimeModel, now: float, repeats: int = 1) -> list[ScheduledSequence]:
+    def compose(
+        self, model: StepTimeModel, now: float, repeats: int = 1, *, ahead: bool = False
+    ) -> list[ScheduledSequence]:
         """The rows of the next step, their sequences advanced; none when nothing can run.
 
         Sequences one token behind come first, one row each, the most urgent class and the oldest before others; then
@@ -67,6 +74,7 @@ class StepComposer:
         Args:
             now: seconds on a monotonic clock.
             repeats: of all rows, as found by `stretch` just before.
+            ahead: steps are in flight. Nothing is composed then where it would keep a sequence from speculating.
         """
         allowed = _Lazily(self._allowed, now)
         if self._room.has_homeless:
@@ -80,7 +88,12 @@ class StepComposer:
                     decodes.append(seq)
                 else:
                     behind.append((seq, count))
-        scheduled = self._schedule_decodes(decodes, allowed, now, repeats)
+        drafts = Drafts()
+        if repeats == 1 and not behind:  # a prompt's tokens are worth more than guesses
+            if ahead and self._speculation.holds_back(model, decodes):
+                return []
+            drafts = self._speculation.drafts_for(model, decodes, self._config.token_budget - len(decodes))
+        scheduled = self._schedule_decodes(decodes, allowed, now, repeats, drafts)
         # taking blocks for those may have ended the turn of others
         behind = [(seq, count) for seq, count in behind if seq.num_pending_tokens]
         if behind or self._fair.saves:
@@ -92,7 +105,7 @@ class StepComposer:
         return self._policy.wait_s(now)
 
     def _schedule_decodes(
-        self, seqs: list[Sequence], allowed: _Lazily, now: float, repeats: int
+        self, seqs: list[Sequence], allowed: _Lazily, now: float, repeats: int, drafts: Drafts
     ) -> list[ScheduledSequence]:
         seqs.sort(key=urgency)
         scheduled = []
@@ -103,7 +116,10 @@ class StepComposer:
                     continue
             elif seq.leaving or seq.preempted:
                 continue
-            scheduled.append(seq.schedule(1, now, repeats))
+            draft = drafts.get(seq.spec.seq_id, ())
+            if draft:  # as far as there are blocks that nobody else needs
+                draft = draft[: self._room.reach((seq,), 1 + len(draft)) - 1]
+            scheduled.append(seq.schedule(1, now, repeats, draft))
         return scheduled
 
     def _schedule_prompts(

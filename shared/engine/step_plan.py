@@ -25,7 +25,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     start: int  # absolute position of the first token computed in this step
     token_ids: tuple[int, ...]  # IN_FLIGHT where the step before has not returned yet (only the last entries)
     block_tables: tuple[tuple[int, ...], ...]  # one per layer group; covers [0, start + len(token_ids)) at least
-    num_logits: int  # trailing rows with logits: scored ones, then 1 for a sample, k + 1 for verification
+    num_logits: int  # trailing rows with logits: scored ones, then 1 for a sample and 1 for each drafted token
     sampling: SamplingParams | None  # None: rows of logits are computed but nothing is sampled
     stored_from: int = 0  # positions below this are already stored in shared blocks: their KV is not written again
     num_prompt_tokens: int = 0
@@ -33,11 +33,23 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     banned: tuple[int, ...] = ()  # token ids that may not be drawn in this step
     scored: tuple[int, ...] = ()  # tokens behind the leading rows of logits, whose log-probabilities are wanted
     score_top: int = -1  # the most likely tokens wanted beside each of them
+    drafted: int = 0  # trailing tokens that are a guess: each counts if the row before it draws it
 
     @property
     def num_sampled(self) -> int:
         """Rows of logits that a token is drawn from."""
         return self.num_logits - len(self.scored) if self.sampling is not None else 0
+
+    def that_count(self, drawn: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a token drawn from each row, those that count: up to the first that is not the drafted one, that included.
+
+        The rows behind it were computed from a text that is not to be.
+        """
+        if not self.drafted:
+            return drawn
+        guesses = self.token_ids[-self.drafted :]
+        right = next((i for i, guess in enumerate(guesses) if guess != drawn[i]), self.drafted)
+        return drawn[: right + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,8 @@ class StepOutput:
 
     step: int
     sampled: tuple[tuple[int, ...], ...]
-    """Per sequence: one token id per row drawn from, of a stretch one a step; () where nothing was sampled."""
+    """Per sequence: one token id per row drawn from, of a stretch one a step; () where nothing was sampled. Behind a
+    draft only those that count, at least one."""
     bad_rows: frozenset[int] = field(default_factory=frozenset)  # indices of sequences whose logits were not finite
     duration_s: float = 0.0  # shared out among the sequences by their tokens
     logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
@@ -81,5 +94,7 @@ def require_fit(plan: StepPlan, output: StepOutput) -> None:
         raise ValueError(f"step {plan.step}: computed {output.repeats} times, planned {plan.repeats} times")
     for i, (row, sampled) in enumerate(zip(plan.sequences, output.sampled, strict=True)):
         wanted = row.num_sampled * output.repeats
-        if len(sampled) != wanted and i not in output.bad_rows:
+        if i in output.bad_rows or (row.drafted and 1 <= len(sampled) <= wanted):
+            continue
+        if len(sampled) != wanted:
             raise ValueError(f"step {plan.step}: {len(sampled)} tokens where {wanted} were to be sampled")

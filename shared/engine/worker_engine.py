@@ -81,6 +81,7 @@ class WorkerOptions:
     calibrate: bool = True
     fake: bool = False
     fake_speed: float = 1.0  # fake steps take the default step model's time divided by this
+    most_drafted: int = 0  # most tokens guessed for a sequence in a step; 0: nothing speculates. Not on a GPU
 
 
 class OwnPool(Protocol):
@@ -147,6 +148,7 @@ class WorkerEngine:
         self._batcher = Batcher(self.facts.layout, config)
         self.engine = Engine(
             self._batcher,
+            most_drafted=o.most_drafted,
             self.runner,
             lambda updates: self.on_updates(updates),
             on_error=lambda error: log.error("engine: %s", error, exc_info=error),
@@ -292,6 +294,9 @@ def _device(options: WorkerOptions) -> str:
     return device
 
 
+        if options.most_drafted:
+            message = "engine.speculation: prompt-lookup runs on CPUs only; set it to off, or engine.device to cpu"
+            raise SettingsError(message, param="engine.speculation")
 def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     import torch
 

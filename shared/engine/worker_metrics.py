@@ -55,6 +55,9 @@ def expose_engine(
             metrics.set(names.HEADROOM, headroom_bytes(layout, now.blocks))
             if role == "decode":
                 metrics.total(names.NUM_PREEMPTIONS, now.preemptions)
+                metrics.total(names.SPEC_DRAFTS, now.drafts)
+                metrics.total(names.SPEC_DRAFTED, now.drafted)
+                metrics.total(names.SPEC_ACCEPTED, now.accepted)
 
     steps = _StepTally(metrics)
     core.on_step = steps.add

@@ -57,6 +57,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         batch_window_s=engine.batch_window_s,
         threads=engine.threads or own or max(1, cores // max(1, workers.prefill + workers.decode)),
         most_threads=engine.threads or cores,
+        most_drafted=engine.speculation_max_tokens if role == "decode" and engine.speculation != "off" else 0,
         cores=cores,
         device=engine.device,
         gpu_share=engine.gpu_share or GPU_SHARE / max(1, workers.prefill + workers.decode),

@@ -151,6 +151,14 @@ class EngineSettings(Section):
     )
     exact: bool = Field(
         False,
+    speculation: Literal["off", "prompt-lookup"] = Field(
+        "off",
+        description="verify guesses of the next tokens in one step, to the same output: prompt-lookup guesses by what "
+        "followed the last tokens earlier in prompt and output; on CPUs only",
+    )
+    speculation_max_tokens: int = Field(
+        8, ge=1, le=32, description="most tokens guessed for a sequence in a step; fewer where they do not pay"
+    )
         description="on a GPU, sum so that no bit of a result depends on what shares a step, which is slower; a CPU "
         "always does",
     )

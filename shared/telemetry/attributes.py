@@ -75,6 +75,8 @@ FRAMES = "baton.frames"
 REPLAYS = "baton.replays"
 LOST_WORKERS = "baton.lost_workers"
 PREEMPTIONS = "baton.preemptions"
+DRAFTED_TOKENS = "baton.drafted_tokens"
+ACCEPTED_TOKENS = "baton.accepted_tokens"
 
 TTFT_S = "baton.ttft_s"
 ITL_P50_S = "baton.itl_p50_s"

@@ -11,7 +11,7 @@ from shared.engine.batcher import Batcher
 from shared.engine.batcher_config import BatcherConfig
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate
-from shared.engine.step_plan import StepOutput, StepPlan
+from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
 from shared.kv.layout import LayerGroup, PoolLayout
 
 EOS = 7
@@ -40,16 +40,26 @@ def next_token(seq_id: str, position: int) -> int:
 def output_of(
     plan: StepPlan, tokens: Tokens = next_token, bad_rows: frozenset[int] = frozenset(), repeats: int = 1
 ) -> StepOutput:
-    """What a runner answers: a token where one is sampled, none after a bad row. A stretch ends where a row does."""
+    """What a runner answers: a token where one is sampled, none after a bad row, of drafts those that count. A stretch
+    ends where a row does."""
     steps = [
         tuple(tokens(row.seq_id, row.start + len(row.token_ids) + n) for row in plan.sequences) for n in range(repeats)
     ]
     over = next((n for n, drawn in enumerate(steps, start=1) if not plan.ending.isdisjoint(drawn)), repeats)
     sampled = tuple(
-        tuple(drawn[i] for drawn in steps[:over]) if row.sampling is not None and i not in bad_rows else ()
+        () if row.sampling is None or i in bad_rows else tuple(drawn[i] for drawn in steps[:over])
         for i, row in enumerate(plan.sequences)
     )
+    sampled = tuple(
+        row.that_count(_drawn(row, tokens)) if row.drafted and found else found
+        for row, found in zip(plan.sequences, sampled, strict=True)
+    )
     return StepOutput(plan.step, sampled, bad_rows, repeats=over)
+
+
+def _drawn(row: ScheduledSequence, tokens: Tokens) -> tuple[int, ...]:
+    end = row.start + len(row.token_ids)
+    return tuple(tokens(row.seq_id, position) for position in range(end - row.drafted, end + 1))
 
 
 def constant(token_id: int) -> Tokens:

@@ -1,0 +1,54 @@
+"""How many drafted tokens a step verifies: as many as make the most tokens of its time, by the step-time model. Pure.
+
+A row more costs next to nothing while reading the weights is what takes time, and its full price beyond. The draft's
+j-th token counts if all before it were right too, so it brings chance^j of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.engine.step_time import StepTimeModel
+
+OVERHEAD_S = 5e-4
+"""What a step that verifies costs beside its rows: it is planned behind the one before, and laid out anew."""
+MARGIN = 0.02
+"""Gain below which nothing is drafted: the model is not exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draftable:
+    """A sequence that may speculate."""
+
+    chance: float  # of each drafted token to be right if those before it were; below 1
+    most: int  # drafted tokens
+    context: int  # positions its own row attends to
+
+
+def draft_lengths(
+    model: StepTimeModel, wants: Sequence[Draftable], num_decodes: int, context: int, most: int
+) -> list[int]:
+    """Tokens to draft for each of `wants`; all 0 where that does not pay.
+
+    Args:
+        num_decodes: sequences of the step, all with one row of their own.
+        context: positions that those rows attend to, summed.
+        most: drafted tokens of the step.
+    """
+    lengths = [0] * len(wants)
+    plain_s = model.predict(num_decodes, num_decodes, context)
+    best_rate, best = num_decodes * (1.0 + MARGIN) / max(plain_s, 1e-9), 0
+    gains = [(want.chance**j, -j, i) for i, want in enumerate(wants) for j in range(1, want.most + 1)]
+    gains.sort(reverse=True)
+    expected, seen = float(num_decodes), context
+    gains = gains[:most]
+    for count, (gain, minus_j, i) in enumerate(gains, start=1):
+        expected += gain
+        seen += wants[i].context - minus_j
+        rate = expected / (model.predict(num_decodes + count, num_decodes, seen) + OVERHEAD_S)
+        if rate > best_rate:
+            best_rate, best = rate, count
+    for _, _, i in gains[:best]:
+        lengths[i] += 1
+    return lengths

@@ -1,0 +1,128 @@
+"""Which sequences speculate, and with what: a draft of each one's next tokens, verified by its next step. Pure.
+
+A row of logits draws with the noise of its own position, so a drafted token counts exactly if the row before it draws
+it; what is drafted decides how many tokens a step yields and nothing else. A draft needs to know the last token: while
+someone hopes to draft, no step is planned ahead of the one in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from shared.engine.draft_length import Draftable, draft_lengths
+from shared.engine.draft_record import DraftRecord
+from shared.engine.prompt_lookup import Found, PromptLookup
+from shared.engine.sequence import Sequence
+from shared.engine.step_time import StepTimeModel
+
+READ_AT_ONCE = 2048
+"""Tokens of a text that are indexed between two steps, about a millisecond; a longer one is complete a few later."""
+
+Drafts = dict[str, tuple[int, ...]]
+"""Per sequence the tokens drafted behind its last one."""
+
+
+@dataclass(slots=True)
+class _Writer:
+    """A sequence that may speculate."""
+
+    lookup: PromptLookup = field(default_factory=PromptLookup)
+    record: DraftRecord = field(default_factory=DraftRecord)
+    match: int = 0  # behind which the draft in flight stands
+
+
+class Speculation:
+    """The drafts of one batcher.
+
+    Args:
+        most: drafted tokens of a sequence in a step; 0: nobody speculates.
+
+    Attributes:
+        drafts, drafted, accepted: so far: drafts verified, their tokens, and those of them that were right.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.drafts = self.drafted = self.accepted = 0
+        self._most = most
+        self._writers: dict[str, _Writer] = {}
+
+    def holds_back(self, model: StepTimeModel, decodes: Seq[Sequence]) -> bool:
+        """True when nothing is to be planned ahead for `decodes`: one of them may have a draft once its last token is
+        known."""
+        return bool(self._most) and self._pays(model, decodes, [seq for seq in decodes if self._hopes(seq)])
+
+    def most_steps(self, model: StepTimeModel, decodes: Seq[Sequence], most: int) -> int:
+        """Steps, at most so many, that all of `decodes` may go through before one of them looks for a draft."""
+        able = [seq for seq in decodes if self._able(seq)] if self._most else []
+        if not self._pays(model, decodes, able):
+            return most
+        return max(1, min(most, *(self._writer(seq).record.resumes_at - len(seq.tokens) for seq in able)))
+
+    def drafts_for(self, model: StepTimeModel, decodes: Seq[Sequence], most: int) -> Drafts:
+        """Drafts for a step of `decodes`, so long as pays best, and at most so many tokens in all."""
+        hopeful = [seq for seq in decodes if self._hopes(seq)] if self._most else []
+        if not self._pays(model, decodes, hopeful):
+            return {}
+        found = [(seq, draft) for seq in hopeful if (draft := self._found(seq)) is not None]
+        wants = [_want(seq, self._writer(seq).record.chance(d.match), len(d.token_ids)) for seq, d in found]
+        lengths = draft_lengths(model, wants, len(decodes), _context(decodes), most)
+        drafts = Drafts()
+        for (seq, draft), length in zip(found, lengths, strict=True):
+            writer = self._writer(seq)
+            if length:
+                writer.match = draft.match
+                drafts[seq.spec.seq_id] = draft.token_ids[:length]
+            else:
+                writer.record.does_not_pay(len(seq.tokens))
+        return drafts
+
+    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
+        """A step has verified a draft of the sequence: its first `accepted` tokens were right."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        writer = self._writer(seq)
+        writer.record.verified(writer.match, drafted, accepted)
+
+    def forget(self, seq_id: str) -> None:
+        """The sequence is over."""
+        self._writers.pop(seq_id, None)
+
+    def _writer(self, seq: Sequence) -> _Writer:
+        writer = self._writers.get(seq.spec.seq_id)
+        if writer is None:
+            writer = self._writers[seq.spec.seq_id] = _Writer()
+        return writer
+
+    def _able(self, seq: Sequence) -> bool:
+        return seq.most_drafts > 0
+
+    def _hopes(self, seq: Sequence) -> bool:
+        return self._able(seq) and len(seq.tokens) + seq.num_placeholders >= self._writer(seq).record.resumes_at
+
+    def _pays(self, model: StepTimeModel, decodes: Seq[Sequence], drafting: Seq[Sequence]) -> bool:
+        """Whether the best drafts these may come to have would pay beside `decodes`."""
+        if not drafting:
+            return False
+        wants = [_want(seq, self._writer(seq).record.best_chance, min(self._most, seq.most_drafts)) for seq in drafting]
+        return any(draft_lengths(model, wants, len(decodes), _context(decodes), self._most * len(wants)))
+
+    def _found(self, seq: Sequence) -> Found | None:
+        writer, at = self._writer(seq), len(seq.tokens)
+        if not writer.lookup.read(seq.tokens, READ_AT_ONCE):
+            return None
+        found = writer.lookup.find(min(self._most, seq.most_drafts))
+        if found is None:
+            writer.record.found_nothing(at)
+        else:
+            writer.record.found()
+        return found
+
+
+def _want(seq: Sequence, chance: float, most: int) -> Draftable:
+    return Draftable(chance, most, seq.num_computed_tokens + 1)
+
+
+def _context(decodes: Seq[Sequence]) -> int:
+    return sum(seq.num_computed_tokens + 1 for seq in decodes)
