@@ -116,6 +116,7 @@ class Held:
         What the prompt had in the cache is the first choice's to tell: the others find it where that one put it.
         """
         first = choice is self.choices[0]
+        choice.drafted, choice.accepted = totals.drafted_tokens, totals.accepted_tokens
         return msgspec.structs.replace(
             totals,
             cached_tokens=totals.cached_tokens if first else min(totals.cached_tokens, self.num_cached_tokens),
@@ -124,7 +125,6 @@ class Held:
         )
 
 
-        choice.drafted, choice.accepted = totals.drafted_tokens, totals.accepted_tokens
 def goes_on(held: Held, message: Reserve, generated: list[int]) -> bool:
     """True if a newer attempt at the held request can go on with what is here.
 

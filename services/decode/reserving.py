@@ -172,10 +172,10 @@ def end_span(held: Held) -> None:
             a.DECODE_S: first.last_at - first.first_at,
             a.WORKER_QUEUE_S: max(0.0, first.started_at - held.reserved_at) if first.started_at else 0.0,
             a.PREEMPTIONS: sum(c.preemptions for c in held.choices),
+            a.DRAFTED_TOKENS: sum(c.drafted for c in held.choices),
+            a.ACCEPTED_TOKENS: sum(c.accepted for c in held.choices),
             a.FINISH: ",".join(c.ended for c in held.choices),
             **first.timings.summary(),
         }
     )
-            a.DRAFTED_TOKENS: sum(c.drafted for c in held.choices),
-            a.ACCEPTED_TOKENS: sum(c.accepted for c in held.choices),
     held.span.end()

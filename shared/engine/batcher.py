@@ -354,20 +354,20 @@ class Batcher:
                 condemn(self.pool, seq)
             self._fail(seq, fault)
         elif not seq.finish:
+            if row.drafted:
+                seq.settle_draft(len(sampled))
+                self._speculation.verified(seq, row.drafted, len(sampled) - 1)
             # behind the first of a stretch each token it drew was computed too, but for the last
             seq.num_confirmed_tokens = row.start + len(row.token_ids) + len(sampled) - row.num_sampled
             if self._followers:
                 self._followers.serve(seq)
-            if row.drafted:
-                seq.settle_draft(len(sampled))
-                self._speculation.verified(seq, row.drafted, len(sampled) - 1)
             first_seq, taken = seq.num_output_tokens, seq.append(sampled)
+            # a row may have ended inside a draft: behind its last token there is no text
+            seq.num_confirmed_tokens = min(seq.num_confirmed_tokens, len(seq.tokens))
             if logprobs:
                 scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
                 self._report(seq, first_seq, taken, logprobs=logprobs[: len(taken)], scored=scored)
             else:
-            # a row may have ended inside a draft: behind its last token there is no text
-            seq.num_confirmed_tokens = min(seq.num_confirmed_tokens, len(seq.tokens))
                 self._report(seq, first_seq, taken)
         if seq.finish or seq.leaving:
             self._let_go(seq)
@@ -416,5 +416,5 @@ class Batcher:
     def _let_go(self, seq: Sequence) -> None:
         if self._room.let_go(seq):
             del self._sequences[seq.spec.seq_id]
-            self._followers.leader_gone(seq.spec.seq_id)
             self._speculation.forget(seq.spec.seq_id)
+            self._followers.leader_gone(seq.spec.seq_id)

@@ -21,8 +21,8 @@ class BatcherConfig:
     depth: int = 1  # steps that may be planned while one is in flight
     quantum: int = 64  # prompt tokens a tenant of weight 1 gets in a turn
     stretch_s: float = 0.0  # how long plain decodes may go on with nobody planning; see `StepComposer.stretch`
-    batching: Batching = "continuous"  # see `batching_policy`
     most_drafted: int = 0  # most tokens drafted for a sequence in a step; 0: nothing speculates
+    batching: Batching = "continuous"  # see `batching_policy`
     batch_size: int = 8  # most sequences of a static or dynamic batch
     batch_window_s: float = 0.05  # how long a dynamic batch waits to become full
 

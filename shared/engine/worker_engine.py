@@ -76,12 +76,12 @@ class WorkerOptions:
     quant: str = "none"
     exact: bool = False  # on a GPU: no bit of a row depends on what shares its step
     quick_head: bool = False
+    most_drafted: int = 0  # most tokens guessed for a sequence in a step; 0: nothing speculates. Not on a GPU
     samples: bool = True  # False: makes KV only, and loads no output head
     self_check: bool = True
     calibrate: bool = True
     fake: bool = False
     fake_speed: float = 1.0  # fake steps take the default step model's time divided by this
-    most_drafted: int = 0  # most tokens guessed for a sequence in a step; 0: nothing speculates. Not on a GPU
 
 
 class OwnPool(Protocol):
@@ -141,6 +141,7 @@ class WorkerEngine:
             chunk_size=o.chunk_size,
             depth=o.depth,
             stretch_s=STRETCH_S if self.again is not None else 0.0,
+            most_drafted=o.most_drafted,
             batching=o.batching,
             batch_size=o.batch_size,
             batch_window_s=o.batch_window_s,
@@ -148,7 +149,6 @@ class WorkerEngine:
         self._batcher = Batcher(self.facts.layout, config)
         self.engine = Engine(
             self._batcher,
-            most_drafted=o.most_drafted,
             self.runner,
             lambda updates: self.on_updates(updates),
             on_error=lambda error: log.error("engine: %s", error, exc_info=error),
@@ -270,6 +270,9 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
         return open_fake(replace(options, device="cpu"), worker)  # its pool is a file, whatever is asked for
     device = _device(options)
     if device == "cuda":
+        if options.most_drafted:
+            message = "engine.speculation: prompt-lookup runs on CPUs only; set it to off, or engine.device to cpu"
+            raise SettingsError(message, param="engine.speculation")
         from shared.engine.device_worker import open_device_engine
         from shared.engine.worker_quality import on_gpu, with_quality
 
@@ -294,9 +297,6 @@ def _device(options: WorkerOptions) -> str:
     return device
 
 
-        if options.most_drafted:
-            message = "engine.speculation: prompt-lookup runs on CPUs only; set it to off, or engine.device to cpu"
-            raise SettingsError(message, param="engine.speculation")
 def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     import torch
 

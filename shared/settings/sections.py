@@ -126,6 +126,14 @@ class EngineSettings(Section):
     batching: Literal["continuous", "static", "dynamic"] = Field(
         "continuous", description="when a sequence may begin: at once, or with a batch that runs until all have ended"
     )
+    speculation: Literal["off", "prompt-lookup"] = Field(
+        "off",
+        description="verify guesses of the next tokens in one step, to the same output: prompt-lookup guesses by what "
+        "followed the last tokens earlier in prompt and output; on CPUs only",
+    )
+    speculation_max_tokens: int = Field(
+        8, ge=1, le=32, description="most tokens guessed for a sequence in a step; fewer where they do not pay"
+    )
     batch_size: int = Field(8, ge=1, description="most sequences of a static or dynamic batch")
     batch_window_s: float = Field(0.05, ge=0, description="how long a dynamic batch waits to become full, seconds")
     threads: int = Field(
@@ -151,14 +159,6 @@ class EngineSettings(Section):
     )
     exact: bool = Field(
         False,
-    speculation: Literal["off", "prompt-lookup"] = Field(
-        "off",
-        description="verify guesses of the next tokens in one step, to the same output: prompt-lookup guesses by what "
-        "followed the last tokens earlier in prompt and output; on CPUs only",
-    )
-    speculation_max_tokens: int = Field(
-        8, ge=1, le=32, description="most tokens guessed for a sequence in a step; fewer where they do not pay"
-    )
         description="on a GPU, sum so that no bit of a result depends on what shares a step, which is slower; a CPU "
         "always does",
     )
