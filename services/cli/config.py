@@ -15,6 +15,7 @@ from typing import Any
 from services.cli.words import sentence
 from services.gateway.edge import make_edge
 from shared.contracts.errors import SettingsError
+from shared.kv import transfer_options
 from shared.model.gguf_folder import is_gguf
 from shared.settings.load import DEFAULT, LoadedSettings, read_settings, settings_file
 from shared.settings.models import kv_conflict, quant_conflict, served_models
@@ -114,6 +115,10 @@ def problems(loaded: LoadedSettings, faulty: Collection[str] = ()) -> Iterator[s
         make_edge(cert, key, door.trusted_proxies, door.cors_origins)
     except SettingsError as exc:
         yield told(exc.param, exc.message.removeprefix(exc.param), "gateway.tls_cert", "gateway.tls_key")
+    try:
+        transfer_options.transfer_options(settings.kv).require()
+    except SettingsError as exc:
+        yield told(exc.param, exc.message.removeprefix(exc.param), *transfer_options.SETTINGS)
     if settings.kv.dir and not Path(settings.kv.dir).expanduser().parent.is_dir():
         yield told("kv.dir", ": its parent folder does not exist")
 

@@ -36,6 +36,7 @@ from services.cli.topology import (
 )
 from services.gateway.edge import make_edge
 from shared.contracts.errors import BatonError, SettingsError
+from shared.kv.transfer_options import transfer_options
 from shared.lifecycle.stop import stop_on_signals
 from shared.settings.load import load_settings, settings_file
 from shared.settings.models import num_workers, served_models
@@ -159,7 +160,8 @@ async def _start(
 ) -> _Ready:
     credentials = ensure_credentials(state.secrets)
     fresh_logs(state.logs)
-    settings = await asyncio.to_thread(with_models, _with_certificate(_with_tenants(settings)), env, progress.say)
+    settings = _with_transfer(_with_certificate(_with_tenants(settings)))
+    settings = await asyncio.to_thread(with_models, settings, env, progress.say)
     models = served_models(settings)
     progress.done(", ".join(f"model {model.path}" for model in models))
 
@@ -215,6 +217,14 @@ def _with_certificate(settings: Settings) -> Settings:
     cert, key = (str(Path(path).expanduser().absolute()) if path else "" for path in files)
     make_edge(cert, key, given.trusted_proxies, given.cors_origins)
     return _updated(settings, "gateway", tls_cert=cert, tls_key=key)
+
+
+def _with_transfer(settings: Settings) -> Settings:
+    """The same for the files by which KV goes over TLS."""
+    options = transfer_options(settings.kv)
+    options.require()
+    cert, key, ca = (str(Path(path).absolute()) if path else "" for path in (options.cert, options.key, options.ca))
+    return _updated(settings, "kv", transfer_cert=cert, transfer_key=key, transfer_ca=ca)
 
 
 async def _with_servers(plan: StackPlan, env: Mapping[str, str], supervisor: Supervisor) -> Settings:

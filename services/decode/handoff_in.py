@@ -1,10 +1,15 @@
-"""The shell around hand-off sinks: runs their pulls in one transfer thread and carries their effects out."""
+"""The shell around hand-off sinks: runs their pulls in transfer threads and carries their effects out.
+
+Pulls through mapped memory share one thread, as they share the memory's bandwidth. Pulls over TCP have one a peer, so
+that a peer that is slow or gone holds up nobody else's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from services.decode.held import Held
@@ -12,11 +17,19 @@ from shared.contracts import subjects
 from shared.engine.batcher import Batcher
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, SinkEffect, TurnLocal
-from shared.kv.transfer import PullResult, Transport
+from shared.kv.pull_rates import PullRates
+from shared.kv.transfer import UNREADABLE, PullResult, Transport
+from shared.kv.transfer_path import TCP, transfer_path
+from shared.kv.transfer_wire import TIMED_OUT, UNREACHABLE
 from shared.telemetry import attributes as a
 from shared.telemetry import metric_names as names
 
 log = logging.getLogger("baton.decode")
+
+MAPPED = ""
+"""The lane of pulls through mapped memory; others are named after their source."""
+OUT_OF_REACH = (UNREADABLE, UNREACHABLE, TIMED_OUT)
+"""Heads of errors of the way to a peer. One that closes a connection may only have ended a lease."""
 
 
 class HandoffIn:
@@ -30,7 +43,9 @@ class HandoffIn:
         self._shell = shell
         self._transport = transport
         self._settled = settled
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-transfer")
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self.rates = PullRates()
+        shell.links = lambda: self.rates.links(shell.clock())
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -60,38 +75,59 @@ class HandoffIn:
 
     def drop_dead_peers(self) -> None:
         """Give the memory of pools back whose owners are gone. Call it now and then."""
-        if not self._closed:
-            self._thread.submit(self._transport.drop_dead).add_done_callback(_log_fault)
+        if self._closed:
+            return
+        self._thread(MAPPED).submit(self._transport.drop_dead).add_done_callback(_log_fault)
+        for lane in [lane for lane in self._threads if lane != MAPPED and lane not in self._shell.peers]:
+            self._threads.pop(lane).shutdown(wait=False)
 
     async def close(self) -> None:
-        """Wait for the pull in flight, then let go of every peer."""
+        """Wait for the pulls in flight, then let go of every peer."""
         self._closed = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._thread.shutdown, True)
+        for thread in self._threads.values():
+            await asyncio.to_thread(thread.shutdown, True)
         self._transport.close()
+
+    def _thread(self, lane: str) -> ThreadPoolExecutor:
+        thread = self._threads.get(lane)
+        if thread is None:
+            thread = self._threads[lane] = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-transfer")
+        return thread
 
     async def _pull(self, held: Held, pull: Pull) -> None:
         stats = held.pulls
         if stats.span is None:
             stats.span = self._shell.tracer.start_span("handoff.pull", context=held.context)
         tables = tuple(table.block_ids for table in held.tables)
-        started = self._shell.clock()
+        asked_at, copied_s = self._shell.clock(), 0.0
         blocks = self._shell.source_blocks(pull.source, pull.source_incarnation)
+        lane = str(pull.source) if transfer_path(self._shell.kv, pull.kv) == TCP else MAPPED
         try:
-            result = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._transport.pull, pull, tables, blocks
+            result, copied_s = await asyncio.get_running_loop().run_in_executor(
+                self._thread(lane), _timed, self._transport, pull, tables, blocks
             )
         except Exception as exc:
             # A sink waits for every pull's answer before it lets go of its blocks.
             log.exception("a pull for %s failed", held.attempt.request_id, extra={"span": held.span})
             result = PullResult(error=f"pull_failed: {type(exc).__name__}")
-        stats.seconds += self._shell.clock() - started
+        self._note(pull, result, copied_s)
+        stats.seconds += copied_s
+        stats.queued_s += max(0.0, self._shell.clock() - asked_at - copied_s)
+        stats.path = result.path or stats.path
         stats.num_bytes += result.num_bytes
         self._shell.metrics.inc(names.HANDOFF_BYTES, result.num_bytes)
         stats.blocks += len(pull.items) - len(result.bad) if not result.error else 0
         stats.mismatches += len(result.bad)
         if held.sink is not None:
             self.apply(held, held.sink.pulled(pull.ticket, result.bad, result.error))
+
+    def _note(self, pull: Pull, result: PullResult, seconds: float) -> None:
+        """What the pull tells of its way, for the next placements."""
+        if result.error.partition(":")[0] in OUT_OF_REACH:
+            self.rates.failed(pull.source, result.path, self._shell.clock())
+        elif result.num_bytes:
+            self.rates.came(pull.source, result.path, result.num_bytes, seconds)
 
     def _run_from(self, held: Held, num_tokens: int, reason: str) -> None:
         """Let the sequence run on the KV of [0, num_tokens); what is missing it computes itself."""
@@ -139,11 +175,21 @@ class HandoffIn:
                 a.PREFILL_WORKER: str(held.reserve.prefill_worker),
                 a.REASON: reason,
                 a.MISMATCHES: stats.mismatches,
-                a.TRANSPORT: self._transport.path,
+                a.QUEUE_S: stats.queued_s,
+                a.TRANSPORT: stats.path or self._transport.path,
             }
         )
         stats.span.end()
         stats.span = None
+
+
+def _timed(
+    transport: Transport, pull: Pull, tables: Sequence[Sequence[int]], blocks: tuple[int, ...]
+) -> tuple[PullResult, float]:
+    """The pull's result, and the seconds it took once its turn had come."""
+    started = time.perf_counter()
+    result = transport.pull(pull, tables, blocks)
+    return result, time.perf_counter() - started
 
 
 def _log_fault(future: Future[None]) -> None:

@@ -53,6 +53,8 @@ class PullStats:
     num_bytes: int = 0
     blocks: int = 0
     seconds: float = 0.0  # in the transfer thread
+    queued_s: float = 0.0  # before other pulls had let it to its turn, and on the way back
+    path: str = ""  # shared_memory | cuda_ipc | tcp
     mismatches: int = 0
     span: trace.Span | None = None
     counted: bool = False  # in the metrics: a hand-off ends once

@@ -40,6 +40,7 @@ from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.handoff import Free, SendCommit, Source, SourceEffect, SourceIdentity
+from shared.kv.transfer_server import TransferServer
 from shared.telemetry import attributes as a
 from shared.telemetry import metric_names as names
 
@@ -56,18 +57,23 @@ class PrefillWorker:
 
     name = "prefill"
 
-    def __init__(self, shell: WorkerShell, fences: Fences, verify_grant: VerifyGrant) -> None:
-        """`fences` is the shell's. `verify_grant` raises Forbidden for what policy did not sign."""
+    def __init__(
+        self, shell: WorkerShell, fences: Fences, verify_grant: VerifyGrant, server: TransferServer | None = None
+    ) -> None:
+        """`fences` is the shell's. `verify_grant` raises Forbidden for what policy did not sign. `server` lets decode
+        workers read blocks over TCP; it is stopped with the worker."""
         facts = shell.core.facts
         self.shell = shell
         self.table = SourceTable(fences)
         self._verify = verify_grant
+        self._server = server
         self._identity = SourceIdentity(
             shell.worker,
             shell.incarnation,
             facts.fingerprint,
             shell.core.pool.path.name,
             tuple(group.block_size for group in facts.layout.groups),
+            shell.kv,
         )
         self._runs: dict[RequestId, Run] = {}
         self._by_seq: dict[str, Run] = {}
@@ -100,6 +106,8 @@ class PrefillWorker:
             await subscription.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown, True)
+        if self._server is not None:  # before the pool goes, which its threads read
+            await asyncio.to_thread(self._server.stop)
         await self.shell.stop()
 
     # ------------------------------------------------------------------------------------------ requests
@@ -298,6 +306,8 @@ class PrefillWorker:
                 if self.table.get(source.attempt) is not source:
                     break
                 named = _refs(blocks, digests, len(due))
+                if self._server is not None:
+                    self._server.leases.name(source.attempt, source.lease_token, [block[:3] for block in blocks])
                 self._apply([source.name(computed, named, reservation.num_cached_tokens, self.shell.clock())])
         except Exception:
             log.exception("blocks of %s could not be named", source.attempt.request_id, extra={"span": run.span})
@@ -320,7 +330,14 @@ class PrefillWorker:
     def _drop(self, run: Run, reason: str) -> None:
         """The blocks may go, once no step in flight touches them. A run that is cancelled while it is being refused
         is dropped twice."""
-        self.shell.post(lambda batcher: batcher.cancel(run.seq_id))
+
+        def free() -> None:
+            self.shell.post(lambda batcher: batcher.cancel(run.seq_id))
+
+        if self._server is None:
+            free()
+        else:
+            self._server.leases.close(run.source.attempt, free)
         self.shell.tagger.chains.close(run.seq_id)
         if self._by_seq.get(run.seq_id) is run:
             self._count_end(reason)

@@ -31,6 +31,8 @@ from shared.contracts.parts import (
     HeldAttempt,
     Holder,
     ItlTarget,
+    KvEnd,
+    KvLink,
     SpanRecord,
     StepModel,
     StreamRecord,
@@ -439,6 +441,7 @@ class HandoffCommit(Message, frozen=True, kw_only=True):
     last: bool = False
     cached_tokens: int = 0
     error: ErrorInfo | None = None  # prefill failed: go on alone
+    kv: KvEnd = KvEnd()  # where the source's pool lies
 
 
 class HandoffAck(Message, frozen=True, kw_only=True):
@@ -492,6 +495,8 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     revoked: tuple[Attempt, ...] = ()  # held, not begun, and without blocks: may be placed elsewhere
     preemptions: int = 0  # in this incarnation
     itl_target: ItlTarget = ItlTarget()  # that its steps keep
+    kv: KvEnd = KvEnd()  # where its pool lies
+    links: tuple[KvLink, ...] = ()  # to the workers it pulled from of late
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

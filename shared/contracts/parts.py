@@ -140,6 +140,28 @@ class ItlTarget(msgspec.Struct, frozen=True, omit_defaults=True):
     times_each: float = 0.0
 
 
+class KvEnd(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a worker's pool lies, and by which ways its blocks may be read. Places and networks only compare."""
+
+    place: str = ""  # of the folder of its pool file: workers of one place map each other's pools
+    network: str = ""  # that it lives in: loopback addresses hold within one
+    address: str = ""  # tcp://host:port, or tls://, where it serves its blocks; empty: nowhere
+    transfer: str = "auto"  # what its setting kv.transfer allows it to pull by
+
+
+UNKNOWN_END = KvEnd()
+"""Of a worker that has not said."""
+
+
+class KvLink(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How pulls from one worker went of late, as the worker that pulled measured it."""
+
+    worker: WorkerId
+    path: str  # shared_memory | cuda_ipc | tcp
+    bytes_s: float = 0.0  # 0: nothing came
+    failed: bool = False  # the last pull did not reach it: not to be tried again for a while
+
+
 class ComputeRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """Compute one worker spent on one attempt; additive in the ledger."""
 

@@ -34,6 +34,7 @@ from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeMode
 from shared.grammar.compiler import LazyCompiler
 from shared.kv.layout import PoolLayout
 from shared.kv.transfer import SharedMemoryTransport, Transport, digest_blocks
+from shared.kv.transfer_options import AS_DEFAULT, TransferOptions
 from shared.lifecycle.memory import give_back
 
 log = logging.getLogger("baton.worker")
@@ -80,6 +81,7 @@ class WorkerOptions:
     samples: bool = True  # False: makes KV only, and loads no output head
     self_check: bool = True
     calibrate: bool = True
+    transfer: TransferOptions = AS_DEFAULT  # how KV is exchanged with other workers
     fake: bool = False
     fake_speed: float = 1.0  # fake steps take the default step model's time divided by this
 

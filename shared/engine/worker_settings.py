@@ -13,6 +13,7 @@ from shared.contracts.parts import ItlTarget
 from shared.engine.cores import usable_cores
 from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 from shared.engine.worker_engine import WorkerOptions
+from shared.kv.transfer_options import transfer_options
 from shared.model.fetch import cache_dir, default_model_dir
 from shared.settings.sections import EngineSettings, Settings
 
@@ -65,6 +66,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         quant=engine.quant,
         exact=engine.exact,
         quick_head=engine.quick_head,
+        transfer=transfer_options(settings.kv),
         fake=workers.fake,
     )
 

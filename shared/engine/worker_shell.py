@@ -31,7 +31,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Unavailable
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import Replay, SchedulerBeat, WorkerBeat
-from shared.contracts.parts import AttemptProgress
+from shared.contracts.parts import AttemptProgress, KvEnd, KvLink
 from shared.engine.batcher import Batcher
 from shared.engine.batcher_gauges import Gauges
 from shared.engine.sequence_update import SequenceUpdate
@@ -40,6 +40,7 @@ from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import expose_engine
 from shared.engine.worker_publisher import Publisher
 from shared.engine.worker_tagger import Tagger
+from shared.kv.place import network_of, place_of
 from shared.kv.transfer import owner_lives
 from shared.lifecycle.tasks import end_tasks
 from shared.telemetry import metric_names as names
@@ -124,6 +125,9 @@ class WorkerShell:
         self._number = 0
         self._changed = asyncio.Event()
         self._host, self._boot = host_name(), boot_id()
+        place, network = place_of(core.options.kv_dir, self._boot), network_of(self._boot)
+        self.kv = KvEnd(place, network, transfer=core.options.transfer.transfer)  # a source adds its address
+        self.links: Callable[[], tuple[KvLink, ...]] = tuple  # a sink's, for beats
         self._tasks: list[asyncio.Task[None]] = []
         self._subscriptions: list[Subscription] = []
         self._loop = asyncio.get_running_loop()
@@ -261,7 +265,7 @@ class WorkerShell:
             await asyncio.sleep(PROBE_S)
             for worker in self._role.awaited_peers():
                 peer = self.peers.get(worker)
-                if peer is None or peer.beat.boot_id != self._boot or not peer.beat.kv_pool:
+                if peer is None or peer.beat.kv.place != self.kv.place or not peer.beat.kv_pool:
                     continue
                 with _Guarded("probe"):
                     if not owner_lives(self.core.options.kv_dir, peer.beat.kv_pool):
@@ -304,6 +308,8 @@ class WorkerShell:
             revoked=self._role.revoked(),
             preemptions=gauges.preemptions if gauges is not None else 0,
             itl_target=options.itl_target,
+            kv=self.kv,
+            links=self.links(),
         )
 
 

@@ -16,7 +16,7 @@ from shared.kv.device_pool import DevicePool, device_uuid, read_handle
 from shared.kv.device_spans import pull_blocks
 from shared.kv.handoff_sink import Pull
 from shared.kv.layout import LayerGroup, PoolLayout
-from shared.kv.transfer import PullResult, open_plain, owner_lives
+from shared.kv.transfer import UNREADABLE, PullResult, open_plain, owner_lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class DeviceTransport:
         try:
             peer = self._peer(pull)
         except Unavailable as exc:
-            return PullResult(error=f"pool_unreadable: {exc.message}")
+            return PullResult(error=f"{UNREADABLE}: {exc.message}", path=self.path)
         layout = self._pool.layout
         with torch.cuda.stream(self._stream), torch.inference_mode():
             arrived = pull_blocks(peer.memory.tensor(), peer.layout, self._pool.bytes, layout, pull.items, tables)
@@ -57,7 +57,7 @@ class DeviceTransport:
             ]
             found = dict(zip(arrived, self._pool.digests(pull.attempt, blocks), strict=True))
         bad = tuple((item.group, item.position) for item in pull.items if found.get(item) != item.block.digest)
-        return PullResult(bad, sum(layout.groups[item.group].span_bytes for item in arrived))
+        return PullResult(bad, sum(layout.groups[item.group].span_bytes for item in arrived), path=self.path)
 
     def drop_dead(self) -> None:
         """See `Transport.drop_dead`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shared.contracts.attempt import Attempt
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import HandoffAck, HandoffCommit, HandoffRelease
-from shared.contracts.parts import BlockRef
+from shared.contracts.parts import UNKNOWN_END, BlockRef, KvEnd
 
 ASK_AGAIN_S = 1.0
 PULL_BLOCKS = 64
@@ -38,6 +38,9 @@ class Pull:
     source_incarnation: Incarnation
     pool: str
     items: tuple[PullItem, ...]
+    kv: KvEnd = UNKNOWN_END  # where the source's pool lies
+    lease_token: bytes = b""  # of the attempt, by which its blocks are read over TCP
+    fingerprint: str = ""  # of both pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +285,17 @@ class Sink:
             items, offer.wanted = tuple(offer.wanted[:PULL_BLOCKS]), offer.wanted[PULL_BLOCKS:]
             self._tickets += 1
             c = offer.commit
-            self._pulling = Pull(self._tickets, c.attempt, c.source, c.source_incarnation, c.pool, items)
+            self._pulling = Pull(
+                self._tickets,
+                c.attempt,
+                c.source,
+                c.source_incarnation,
+                c.pool,
+                items,
+                c.kv,
+                c.lease_token,
+                c.fingerprint,
+            )
             return [self._pulling]
         done = offer.commit.last
         if done:

@@ -12,7 +12,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import HandoffAck, HandoffCommit
-from shared.contracts.parts import BlockRef, GroupBlocks
+from shared.contracts.parts import UNKNOWN_END, BlockRef, GroupBlocks, KvEnd
 from shared.kv.lease import ProgressLease
 
 RESEND_FIRST_S = 0.5
@@ -28,6 +28,7 @@ class SourceIdentity:
     fingerprint: str
     pool: str  # file name of the pool
     block_sizes: tuple[int, ...]  # per layer group
+    kv: KvEnd = UNKNOWN_END  # where the pool lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ class Source:
         self.num_tokens = num_tokens
         self.computed = 0
         self.freed = False
+        self.lease_token = lease_token
         self._identity = identity
-        self._token = lease_token
         self._first = tuple(first_token // size for size in identity.block_sizes)
         self._named: list[list[BlockRef]] = [[] for _ in identity.block_sizes]
         self._lease = ProgressLease.start(lease_s, now, int(decode_incarnation))
@@ -158,7 +159,7 @@ class Source:
             source=me.worker,
             source_incarnation=me.incarnation,
             number=(self._newest.number if self._newest is not None else 0) + 1,
-            lease_token=self._token,
+            lease_token=self.lease_token,
             fingerprint=me.fingerprint,
             pool=me.pool,
             num_tokens=self.computed,
@@ -166,6 +167,7 @@ class Source:
             last=last,
             cached_tokens=cached_tokens,
             error=error,
+            kv=me.kv,
         )
         self._backoff_s = RESEND_FIRST_S
         return self._again(self._newest, now)

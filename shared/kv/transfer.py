@@ -1,8 +1,8 @@
 """Pulling KV from a peer: where the bytes come from, where they go, and whether they arrived whole.
 
 A pull is read-only at the source and checked at the destination, so a source that has moved on is a digest mismatch,
-never a torn block. `SharedMemoryTransport` is the implementation for workers on one machine. Its calls block: they
-belong in a thread of their own, never on an event loop.
+never a torn block. `SharedMemoryTransport` is the implementation for workers on one machine, `tcp_transport` the one
+for others. Calls block: they belong in threads of their own, never on an event loop.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from shared.contracts.ids import Incarnation, WorkerId
 from shared.kv.digest import span_digest
 from shared.kv.handoff_sink import Pull
 from shared.kv.layout import ITEM_BYTES, LayerGroup, PoolLayout
+from shared.kv.transfer_path import SHARED_MEMORY
 
 POOL_NAME = re.compile(r"[a-z0-9-]{1,40}\.kvpool")
 
+UNREADABLE = "pool_unreadable"
+"""The head of an error: the peer's pool cannot be mapped from here."""
 OwnSpan = Callable[[int, int], memoryview]
 """(group, block id) → the writable bytes of one of our own blocks."""
 
@@ -42,10 +45,11 @@ class PullResult:
     bad: tuple[tuple[int, int], ...] = ()
     num_bytes: int = 0
     error: str = ""
+    path: str = ""  # by which way, for traces
 
 
 class Transport(Protocol):
-    """A way to read a peer's blocks. Implementations are called from one thread."""
+    """A way to read a peer's blocks. Pulls from one peer are called one after the other."""
 
     path: str  # for traces: "shared_memory", ...
 
@@ -99,7 +103,7 @@ class PeerPool:
 class SharedMemoryTransport:
     """Workers of one machine read each other's pool files in a folder they share."""
 
-    path = "shared_memory"
+    path = SHARED_MEMORY
 
     def __init__(self, folder: Path, groups: tuple[LayerGroup, ...], own_span: OwnSpan) -> None:
         self._folder = folder
@@ -112,7 +116,7 @@ class SharedMemoryTransport:
         try:
             peer = self._peer(pull, source_blocks)
         except Unavailable as exc:
-            return PullResult(error=f"pool_unreadable: {exc.message}")
+            return PullResult(error=f"{UNREADABLE}: {exc.message}", path=self.path)
         bad: list[tuple[int, int]] = []
         num_bytes = 0
         for item in pull.items:
@@ -127,7 +131,7 @@ class SharedMemoryTransport:
             digest = span_digest(own, pull.attempt, item.group, item.block.generation, item.position)
             if digest != item.block.digest:
                 bad.append((item.group, item.position))
-        return PullResult(tuple(bad), num_bytes)
+        return PullResult(tuple(bad), num_bytes, path=self.path)
 
     def drop_dead(self) -> None:
         """See `Transport.drop_dead`: a mapping keeps a pool's memory although its file is gone, so the owner's

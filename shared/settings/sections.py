@@ -99,6 +99,26 @@ class KvSettings(Section):
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
     pool_bytes: int = Field(0, ge=0, description="size of each worker's pool, bytes; 0 derives it from free memory")
     dir: str = Field("", description="folder of the pool files, best on tmpfs; empty: a private one in /dev/shm")
+    transfer: Literal["auto", "shared-memory", "tcp"] = Field(
+        "auto",
+        description="how KV goes to a decode worker: through a folder that both share, over TCP, or auto: over TCP "
+        "where they share none",
+    )
+    transfer_host: str = Field(
+        "127.0.0.1",
+        description="address at which prefill workers serve KV over TCP; any but loopback needs the three files below",
+    )
+    transfer_port: int = Field(
+        0, ge=0, le=65535, description="TCP port of that, or the next free one of 64 from it on; 0 takes a free one"
+    )
+    transfer_name: str = Field(
+        "", description="host that decode workers connect to, if not transfer_host; its certificate must have that name"
+    )
+    transfer_cert: str = Field("", description="PEM file of a worker's certificate chain, for KV over TLS")
+    transfer_key: str = Field("", description="PEM file of that certificate's private key, without a password")
+    transfer_ca: str = Field(
+        "", description="PEM file of the authority of workers' certificates, and of no others: who has one may connect"
+    )
 
 
 class EngineSettings(Section):

@@ -394,8 +394,17 @@ HANDOFF_FAILURES = Metric(
             "placed_locally",
             "pool_unreadable",
             "pull_failed",
+            *("transfer_unreachable", "transfer_refused", "transfer_closed", "transfer_timed_out"),
         ),
     },
+)
+KV_READS = Metric(
+    "baton_kv_reads",
+    "counter",
+    "Reads of its KV over TCP: refused by lease, generation, fingerprint or size; broken off by a slow or lost reader, "
+    "or by the end of the lease.",
+    ("prefill",),
+    {**MODEL, "outcome": ("served", "refused", "broken")},
 )
 HANDOFF_BYTES = Metric(
     "baton_handoff_bytes", "counter", "KV bytes pulled from prefill workers.", ("decode",), MODEL, unit="bytes"

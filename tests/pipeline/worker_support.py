@@ -29,7 +29,7 @@ from shared.engine.fake_runner import made_up_token
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions, open_worker_engine
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
-from shared.kv.transfer import SharedMemoryTransport
+from shared.engine.worker_transfer import open_server, open_transport
 from shared.security.grant_signature import GrantSigner, GrantVerifier, by_id
 from shared.telemetry.metrics import Metrics
 
@@ -292,14 +292,15 @@ def shell_of(
 
 
 def decode_worker(bus: Bus, core: WorkerEngine, worker: WorkerId, tracer: Tracer | None = None) -> DecodeWorker:
-    fences, facts = Fences(), core.facts
-    transport = SharedMemoryTransport(core.options.kv_dir, facts.layout.groups, core.pool.span)
-    return DecodeWorker(shell_of(bus, core, worker, "decode", fences, tracer), fences, transport, verify)
+    fences = Fences()
+    shell = shell_of(bus, core, worker, "decode", fences, tracer)
+    return DecodeWorker(shell, fences, open_transport(shell), verify)
 
 
 def prefill_worker(bus: Bus, core: WorkerEngine, worker: WorkerId, tracer: Tracer | None = None) -> PrefillWorker:
     fences = Fences()
-    return PrefillWorker(shell_of(bus, core, worker, "prefill", fences, tracer), fences, verify)
+    shell = shell_of(bus, core, worker, "prefill", fences, tracer)
+    return PrefillWorker(shell, fences, verify, open_server(shell))
 
 
 @contextlib.asynccontextmanager
@@ -328,7 +329,8 @@ async def cell(
         await decode.stop(0.5)
         await prefill.stop(0.5)
         await driver.stop()
-        assert list(decode_options.kv_dir.iterdir()) == [], "pool files were left"
+        for folder in {o.kv_dir for o in (decode_options, prefill_options or decode_options)}:
+            assert list(folder.iterdir()) == [], "pool files were left"
 
 
 def expected(prompt: list[int], count: int, seed: int = 0) -> list[int]:
