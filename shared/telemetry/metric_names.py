@@ -175,22 +175,10 @@ PREFIX_QUERIES = Metric(
 PREFIX_HITS = Metric(
     "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the worker's prefix cache.", WORKERS, ENGINE
 )
-NUM_PREEMPTIONS = Metric(
-    "vllm:num_preemptions", "counter", "Sequences whose blocks were taken, to be recomputed later.", ("decode",), ENGINE
-)
-SPEC_DRAFTS = Metric(
-    "vllm:spec_decode_num_drafts",
-    "counter",
-    "Drafts verified by steps of sequences that speculate.",
-    ("decode",),
-    ENGINE,
-)
-SPEC_DRAFTED = Metric(
-    "vllm:spec_decode_num_draft_tokens", "counter", "Guessed tokens that steps verified.", ("decode",), ENGINE
-)
-SPEC_ACCEPTED = Metric(
-    "vllm:spec_decode_num_accepted_tokens", "counter", "Guessed tokens that were right.", ("decode",), ENGINE
-)
+NUM_PREEMPTIONS = Metric("vllm:num_preemptions", "counter", "Sequences whose blocks were taken.", ("decode",), ENGINE)
+SPEC_DRAFTS = Metric("vllm:spec_decode_num_drafts", "counter", "Drafts that steps verified.", ("decode",), ENGINE)
+SPEC_DRAFTED = Metric("vllm:spec_decode_num_draft_tokens", "counter", "Guessed tokens verified.", ("decode",), ENGINE)
+SPEC_ACCEPTED = Metric("vllm:spec_decode_num_accepted_tokens", "counter", "Guessed tokens right.", ("decode",), ENGINE)
 PROMPT_TOKENS = Metric(
     "vllm:prompt_tokens",
     "counter",
