@@ -26,6 +26,7 @@ class Accepted:
     num_cached_tokens: int
     tables: tuple[BlockTable, ...]
     awaiting: bool
+    arriving: bool = False  # choice 0 is to wait for KV, and its blocks are on their way; see `settle`
 
 
 def require_sane(message: Reserve, grant: Grant, facts: WorkerFacts) -> None:
@@ -74,6 +75,7 @@ def specs_of(held: Held, eos_token_ids: frozenset[int]) -> list[SequenceSpec]:
             weight=grant.weight,
             klass=grant.klass,
             scope_generation=grant.scope.generation,
+            retention_s=grant.retention_s,
             await_kv=bool(message.prefill_worker) and i == 0 and sampling.prompt_logprobs < 0,
             follows="" if i == 0 else held.choices[0].seq_id,
         )
@@ -92,6 +94,8 @@ def accept(batcher: Batcher, specs: Sequence[SequenceSpec]) -> Accepted:
     if len(specs) > most:
         raise InvalidInput(f"n: this model's workers run at most {most} choices at once", param="n")
     batcher.require_possible(specs)
+    if len(specs) > 1:
+        batcher.require_room(specs)
     accepted: list[Reservation] = []
     try:
         for spec in specs:
@@ -126,7 +130,7 @@ def _opened(batcher: Batcher, spec: SequenceSpec, held: Reservation) -> Accepted
         batcher.pin(spec.seq_id)
     elif spec.await_kv:
         batcher.release(spec.seq_id)
-    return Accepted(first.num_cached_tokens, first.tables, awaiting)
+    return Accepted(held.num_cached_tokens, held.tables, awaiting)
 
 
 def sink_of(held: Held, shell: WorkerShell) -> Sink:

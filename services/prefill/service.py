@@ -154,6 +154,7 @@ class PrefillWorker:
                 tenant=grant.tenant,
                 weight=grant.weight,
                 klass=grant.klass,
+                retention_s=grant.retention_s,
                 compute_only=True,
             )
             run.reservation = await self.shell.call(lambda batcher: batcher.reserve(spec))

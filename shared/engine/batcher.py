@@ -55,7 +55,7 @@ class Batcher:
 
     def __init__(self, layout: PoolLayout, config: BatcherConfig) -> None:
         self.config = config
-        self.pool = BlockPool(layout)
+        self.pool = BlockPool(layout, config.eviction)
         self.step_model = DEFAULT_MODEL  # how long steps take, as far as is known; may be replaced any time
         self._sequences: dict[str, Sequence] = {}  # in order of arrival
         self._room = BlockRoom(
@@ -294,6 +294,10 @@ class Batcher:
             if seq.spec.tenant == tenant and seq.spec.scope_generation < below:
                 self._end_from_outside(seq, CANCELLED)
         return self.pool.purge(tenant, below)
+
+    def expire(self, now: float) -> None:
+        """Forget blocks whose time is over; see `GroupPool.expire`. `now`: seconds on a monotonic clock."""
+        self.pool.expire(now)
 
     def drain_events(self) -> tuple[TagEvents, ...]:
         """Tags stored and removed since the last call, per layer group."""

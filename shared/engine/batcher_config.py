@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shared.contracts.parts import ItlTarget
 from shared.engine.batching_policy import Batching
 from shared.engine.prompt_budget import NO_TARGET
+from shared.kv.eviction import Eviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class BatcherConfig:
     batching: Batching = "continuous"  # see `batching_policy`
     batch_size: int = 8  # most sequences of a static or dynamic batch
     batch_window_s: float = 0.05  # how long a dynamic batch waits to become full
+
+    eviction: Eviction = "reuse"  # which cached blocks are given up first; see `shared/kv/eviction.py`
 
     def __post_init__(self) -> None:
         if self.token_budget <= self.max_num_seqs:

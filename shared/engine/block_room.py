@@ -94,7 +94,7 @@ class BlockRoom:
             seq.passed_over += 1
         if not blocks.has_room(self._pool, hits, needed, self._watermark()):
             return None
-        return blocks.take(self._pool, hits, needed, spec.owner), len(hits[0]) * self._pool.groups[0].block_size
+        return blocks.take(self._pool, hits, needed, spec), len(hits[0]) * self._pool.groups[0].block_size
 
     def admit_follower(self, spec: SequenceSpec) -> None:
         """Make sure of a place for one that begins when another has computed its prompt. Raises NoSlot."""
@@ -174,7 +174,8 @@ class BlockRoom:
         num_shared = len(need.hits[0]) * self._pool.groups[0].block_size
         event = ADMITTED if seq.arriving else RESUMED
         told = seq.arriving or seq.num_preemptions > 0 or not seq.spec.follows
-        seq.return_to(blocks.take(self._pool, need.hits, need.blocks, seq.spec.owner), num_shared)
+        again = bool(seq.lent) or not seq.arriving
+        seq.return_to(blocks.take(self._pool, need.hits, need.blocks, seq.spec, again=again), num_shared)
         if told:
             self._report(seq, event)
         return True

@@ -271,6 +271,7 @@ class Engine:
 
     def _advance(self) -> None:
         """Hand the executor all it may have: blocks to zero first, then steps up to the depth."""
+        self._batcher.expire(time.monotonic())
         blocks = self._batcher.take_blocks_to_zero()
         if blocks:
             self._zeroing += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from shared.contracts.ids import BlockGeneration, BlockTag
 from shared.engine.sequence import Sequence
 from shared.engine.sequence_spec import SequenceSpec
-from shared.kv.block_pool import NOBODY, BlockPool, GroupPool, Owner
+from shared.kv.block_pool import BlockPool, GroupPool
 from shared.kv.block_table import BlockTable
 
 
@@ -40,13 +40,19 @@ def no_tables(pool: BlockPool) -> tuple[BlockTable, ...]:
     return tuple(BlockTable(group.block_size, (), (), num_shared=0) for group in pool.groups)
 
 
-def take(pool: BlockPool, hits: Seq[Seq[int]], needed: Seq[int], owner: Owner = NOBODY) -> tuple[BlockTable, ...]:
-    """Tables for `owner` of `needed` blocks per group, the shared ones of `hits` first. There must be room."""
+def take(
+    pool: BlockPool, hits: Seq[Seq[int]], needed: Seq[int], spec: SequenceSpec, *, again: bool = False
+) -> tuple[BlockTable, ...]:
+    """Tables for a sequence of `needed` blocks per group, the shared ones of `hits` first. There must be room.
+
+    Args:
+        again: it had those of `hits` before, or another part of its request has them: no second request uses them.
+    """
     tables: list[BlockTable] = []
     for group, hit, count in zip(pool.groups, hits, needed, strict=True):
-        group.share(hit)
+        group.share(hit, None if again else spec.keeping)
         table = BlockTable(group.block_size, tuple(hit), _generations(group, hit), num_shared=len(hit))
-        tables.append(_grown(group, table, count - len(hit), owner))
+        tables.append(_grown(group, table, count - len(hit), spec))
     return tuple(tables)
 
 
@@ -63,7 +69,7 @@ def grow(pool: BlockPool, seq: Sequence, missing: Seq[int]) -> bool:
     if not all(group.can_take((), count) for group, count in zip(pool.groups, missing, strict=True)):
         return False
     seq.tables = tuple(
-        _grown(group, table, count, seq.spec.owner)
+        _grown(group, table, count, seq.spec)
         for group, table, count in zip(pool.groups, seq.tables, missing, strict=True)
     )
     return True
@@ -105,8 +111,8 @@ def _tags(group: GroupPool, table: BlockTable, came_with: Seq[BlockTag]) -> tupl
     return tuple(tags)
 
 
-def _grown(group: GroupPool, table: BlockTable, count: int, owner: Owner) -> BlockTable:
-    new = group.allocate(count, owner)
+def _grown(group: GroupPool, table: BlockTable, count: int, spec: SequenceSpec) -> BlockTable:
+    new = group.allocate(count, spec.owner, spec.keeping)
     return table.grown(new, _generations(group, new))
 
 

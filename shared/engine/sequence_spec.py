@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from shared.contracts.grants import CLASSES, class_rank
 from shared.contracts.ids import BlockTag, ScopeGeneration, TenantId
 from shared.contracts.sampling import SamplingParams
+from shared.kv.group_pool import Keeping
+from shared.kv.retention import lasts_s
 
 _NO_TENANT = TenantId("")
 _NO_GENERATION = ScopeGeneration(0)
@@ -35,6 +37,7 @@ class SequenceSpec:
     compute_only: bool = False  # store KV of all token_ids and end; never sample
     await_kv: bool = False  # a hand-off is to come: not runnable until released
     scope_generation: ScopeGeneration = _NO_GENERATION  # of the grant: purges take what was made below theirs
+    retention_s: int = -1  # of the grant: how long its blocks are kept when it has ended; -1: no limit
     follows: str = ""  # another sequence with the same prompt: it computes the prompt's full blocks for both
 
     def __post_init__(self) -> None:
@@ -55,6 +58,11 @@ class SequenceSpec:
     def owner(self) -> tuple[TenantId, ScopeGeneration]:
         """Whose its blocks are."""
         return self.tenant, self.scope_generation
+
+    @property
+    def keeping(self) -> Keeping:
+        """How its blocks are kept when it has ended."""
+        return Keeping(self.rank, lasts_s(self.retention_s))
 
     @property
     def num_slots(self) -> int:

@@ -32,6 +32,7 @@ from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_fit import StepTimeFit
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeModel
 from shared.grammar.compiler import LazyCompiler
+from shared.kv.eviction import Eviction
 from shared.kv.layout import PoolLayout
 from shared.kv.transfer import SharedMemoryTransport, Transport, digest_blocks
 from shared.kv.transfer_options import AS_DEFAULT, TransferOptions
@@ -58,6 +59,7 @@ class WorkerOptions:
     kv_dtype: str = "auto"  # as the model computes, int8 or fp8; of a running engine, what was chosen
     block_size: int = 32  # token slots
     pool_bytes: int = 512 * 1024 * 1024  # 0: on a GPU what is left, else DEFAULT_POOL_BYTES
+    eviction: Eviction = "reuse"  # which cached blocks are given up first
     token_budget: int = 512  # most tokens in a step
     lone_token_budget: int = 0  # most tokens in a step in which nothing decodes, if larger; not on a GPU
     itl_target: ItlTarget = NO_TARGET  # how long a step may take while sequences decode
@@ -147,6 +149,7 @@ class WorkerEngine:
             batching=o.batching,
             batch_size=o.batch_size,
             batch_window_s=o.batch_window_s,
+            eviction=o.eviction,
         )
         self._batcher = Batcher(self.facts.layout, config)
         self.engine = Engine(

@@ -46,6 +46,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         kv_dtype=settings.kv.dtype,
         block_size=settings.kv.block_size,
         pool_bytes=settings.kv.pool_bytes,
+        eviction=settings.kv.eviction,
         token_budget=budget,
         lone_token_budget=engine.prefill_token_budget,
         itl_target=itl_target(engine.itl_target_ms) if role == "decode" else NO_TARGET,

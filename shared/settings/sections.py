@@ -98,6 +98,11 @@ class KvSettings(Section):
     )
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
     pool_bytes: int = Field(0, ge=0, description="size of each worker's pool, bytes; 0 derives it from free memory")
+    eviction: Literal["reuse", "priority", "recency"] = Field(
+        "reuse",
+        description="which unused blocks are given up last: those a second request used, those of urgent classes, or "
+        "those used last; always the largest tenant's first",
+    )
     dir: str = Field("", description="folder of the pool files, best on tmpfs; empty: a private one in /dev/shm")
     transfer: Literal["auto", "shared-memory", "tcp"] = Field(
         "auto",
