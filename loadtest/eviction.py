@@ -1,4 +1,4 @@
-"""`python -m loadtest.eviction TRACE`: how much of a trace's prompts a pool finds again, by its size and eviction policy.
+"""`python -m loadtest.eviction TRACE`: how much of a trace's prompts a pool finds again, by size and eviction policy.
 
 The pool is the real one (`shared/kv/group_pool.py`), one block a hash of the trace; requests come one after the other
 and their outputs are left out. `belady` knows the future and gives up what is needed last: nobody finds more.
