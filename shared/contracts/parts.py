@@ -52,6 +52,8 @@ class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
     preemptions: int = 0  # how often its blocks were taken; what was computed again is in `wasted_tokens`
     drafted_tokens: int = 0  # guesses that steps verified; wrong ones are in `wasted_tokens`
     accepted_tokens: int = 0  # those that were right
+    predicted_tokens: int = 0  # guesses that came from the request's prediction
+    predicted_right_tokens: int = 0  # those that were right
 
 
 def sum_totals(parts: Iterable[Totals]) -> Totals:
@@ -75,6 +77,8 @@ def sum_totals(parts: Iterable[Totals]) -> Totals:
         preemptions=sum(t.preemptions for t in parts),
         drafted_tokens=sum(t.drafted_tokens for t in parts),
         accepted_tokens=sum(t.accepted_tokens for t in parts),
+        predicted_tokens=sum(t.predicted_tokens for t in parts),
+        predicted_right_tokens=sum(t.predicted_right_tokens for t in parts),
     )
 
 

@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int = -1  # of each output token: -1 = none, n = its own and those of the n most likely
     prompt_logprobs: int = -1  # the same of the prompt's tokens but the first
     grammar: str = ""  # the output keeps to it, from its first token on; as `shared.grammar` writes them
+    prediction: bytes = b""  # token ids (u32 LE) that the output may turn out to be: guesses, which change no draw
 
     @property
     def looks_back(self) -> bool:

@@ -60,6 +60,8 @@ class Sequence:
     num_drafted: int = 0  # tokens of its step in flight that are a guess; nothing is planned behind them
     num_verified: int = 0  # guessed tokens of steps that have ended
     num_accepted: int = 0  # those of them that were right
+    num_predicted: int = 0  # guessed tokens that came from the request's prediction
+    num_predicted_right: int = 0  # those of them that were right
     steps_in_flight: int = 0
     pins: int = 0  # readers and writers outside the steps
     cleaning: int = 0  # own blocks the cleaner has not zeroed yet
@@ -429,4 +431,6 @@ class Sequence:
             preemptions=self.num_preemptions,
             drafted_tokens=self.num_verified,
             accepted_tokens=self.num_accepted,
+            predicted_tokens=self.num_predicted,
+            predicted_right_tokens=self.num_predicted_right,
         )

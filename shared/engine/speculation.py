@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from shared.contracts.tokens import unpack_tokens
 from shared.engine.draft_length import Draftable, draft_lengths
 from shared.engine.draft_record import DraftRecord
 from shared.engine.prompt_lookup import Found, PromptLookup
@@ -23,13 +24,16 @@ Drafts = dict[str, tuple[int, ...]]
 """Per sequence the tokens drafted behind its last one."""
 
 
+_NOTHING = Found((), 0)
+
+
 @dataclass(slots=True)
 class _Writer:
     """A sequence that may speculate."""
 
-    lookup: PromptLookup = field(default_factory=PromptLookup)
+    lookup: PromptLookup
     record: DraftRecord = field(default_factory=DraftRecord)
-    match: int = 0  # behind which the draft in flight stands
+    draft: Found = _NOTHING  # the one in flight, before it was cut
 
 
 class Speculation:
@@ -71,7 +75,7 @@ class Speculation:
         for (seq, draft), length in zip(found, lengths, strict=True):
             writer = self._writer(seq)
             if length:
-                writer.match = draft.match
+                writer.draft = draft
                 drafts[seq.spec.seq_id] = draft.token_ids[:length]
             else:
                 writer.record.does_not_pay(len(seq.tokens))
@@ -83,7 +87,10 @@ class Speculation:
         self.drafted += drafted
         self.accepted += accepted
         writer = self._writer(seq)
-        writer.record.verified(writer.match, drafted, accepted)
+        writer.record.verified(writer.draft.match, drafted, accepted)
+        if writer.draft.predicted:
+            seq.num_predicted += drafted
+            seq.num_predicted_right += accepted
 
     def forget(self, seq_id: str) -> None:
         """The sequence is over."""
@@ -92,7 +99,8 @@ class Speculation:
     def _writer(self, seq: Sequence) -> _Writer:
         writer = self._writers.get(seq.spec.seq_id)
         if writer is None:
-            writer = self._writers[seq.spec.seq_id] = _Writer()
+            prediction = unpack_tokens(seq.spec.sampling.prediction)
+            writer = self._writers[seq.spec.seq_id] = _Writer(PromptLookup(prediction))
         return writer
 
     def _able(self, seq: Sequence) -> bool:
@@ -112,7 +120,7 @@ class Speculation:
         writer, at = self._writer(seq), len(seq.tokens)
         if not writer.lookup.read(seq.tokens, READ_AT_ONCE):
             return None
-        found = writer.lookup.find(min(self._most, seq.most_drafts))
+        found = writer.lookup.find(min(self._most, seq.most_drafts), seq.num_output_tokens)
         if found is None:
             writer.record.found_nothing(at)
         else:

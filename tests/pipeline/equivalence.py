@@ -7,8 +7,11 @@
     depth     0 or 1: steps planned while one is in flight
     mode      continuous                              static, dynamic: whole batches, one after the other
               preempted: blocks are taken at seeded moments, in prompts and outputs, with steps in flight
+              speculated: each prompt comes with a prediction of its output that is right but for every sixth token
 
 The first five columns make 32 cells of continuous batching; the other modes run in some of those that are batched.
+
+Of a speculated cell the rows behind a wrong guess are left out: they belong to a text that is not to be.
 
 Uses the real batcher, pools and model runner in one process. Pools are filled with NaN first, so that a slot read
 before it is written shows. Rows are kept as XXH3-128 digests of their float32 bytes: equal digests mean equal bits.
@@ -22,7 +25,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from torch import Tensor
 from shared.contracts.attempt import Attempt
 from shared.contracts.ids import BlockTag, Dispatch, Epoch, RequestId, TenantId, WorkerId
 from shared.contracts.sampling import SamplingParams
+from shared.contracts.tokens import pack_tokens
 from shared.engine.batcher import Batcher
 from shared.engine.batcher_config import BatcherConfig
 from shared.engine.batching_policy import BATCHING, Batching
@@ -44,6 +48,7 @@ from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan
+from shared.engine.step_time import StepTimeModel
 from shared.kv.block_table import BlockTable
 from shared.kv.digest import span_digest
 from shared.kv.layout import PoolLayout
@@ -76,7 +81,7 @@ class Cell:
     chunk: int  # 16 | 512
     path: str  # local | handed_off
     depth: int  # 0 | 1
-    mode: str = "continuous"  # continuous | preempted | static | dynamic
+    mode: str = "continuous"  # continuous | preempted | static | dynamic | speculated
 
     def __str__(self) -> str:
         name = f"{self.company}-{self.cache}-{self.chunk}-{self.path}-{self.depth}"
@@ -111,9 +116,11 @@ _IN_MODES = (
 )
 MODES = tuple(
     Cell("batched", cache, chunk, path, depth, mode)
-    for mode in ("preempted", "static", "dynamic")
+    for mode in ("preempted", "static", "dynamic", "speculated")
     for cache, chunk, path, depth in _IN_MODES
 )
+FREE_ROWS = StepTimeModel(0.0, 1e-6, 0.0, 0.0, floor_s=0.05)
+"""Of speculated cells: guesses cost nothing, so as many are made as there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,8 @@ class CellResult:
     rows_again: int = 0  # rows computed a second time, with the same bits
     steps: int = 0
     widest_step: int = 0  # most sequences in one step
+    guesses: int = 0  # tokens guessed
+    right: int = 0  # those that were right
 
 
 def make_prompts(lengths: Sequence[int], vocab_size: int, max_tokens: int, seed: int = 0) -> list[Prompt]:
@@ -160,6 +169,16 @@ def make_prompts(lengths: Sequence[int], vocab_size: int, max_tokens: int, seed:
     ]
 
 
+def with_predictions(prompts: Sequence[Prompt], outputs: Mapping[int, Sequence[int]], vocab_size: int) -> list[Prompt]:
+    """The prompts with their outputs as predictions, every sixth token of which is another one."""
+    predicted = []
+    for i, prompt in enumerate(prompts):
+        tokens = [3 + (t + 1) % (vocab_size - 3) if n % 6 == 3 else t for n, t in enumerate(outputs[i])]
+        sampling = msgspec.structs.replace(prompt.sampling, prediction=pack_tokens(tokens))
+        predicted.append(replace(prompt, sampling=sampling))
+    return predicted
+
+
 def tags_of(token_ids: Sequence[int]) -> tuple[BlockTag, ...]:
     """Stand-ins for the keyed tags of the full blocks of a prompt."""
     ends = range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE)
@@ -177,6 +196,7 @@ class Worker:
         self.result = CellResult()
         self._runner = ModelRunner(model, pool, self._record)
         self._every_row = every_row
+        self._rows: list[tuple[str, int, bytes]] = []  # of the step that runs
         self._now = 0.0
         self._moments = random.Random(0) if preempting else None
         self._taken: Counter[str] = Counter()
@@ -232,21 +252,36 @@ class Worker:
         """One step, every logits row recorded on the way."""
         self.result.steps += 1
         self.result.widest_step = max(self.result.widest_step, len(plan.sequences))
-        if not self._every_row:
-            return self._runner.run(plan)
         # logits of every position; the batcher asked for the last one's tokens only
-        wide = replace(plan, sequences=tuple(_every_row(row) for row in plan.sequences))
+        wide = replace(plan, sequences=tuple(_every_row(row) for row in plan.sequences)) if self._every_row else plan
         output = self._runner.run(wide)
-        return replace(output, sampled=tuple(tokens[-1:] for tokens in output.sampled))
+        if self._every_row:
+            pairs = zip(plan.sequences, output.sampled, strict=True)
+            output = replace(output, sampled=tuple(t if row.drafted else t[-1:] for row, t in pairs))
+        self._keep_rows(plan, output)
+        return output
+
+    def _keep_rows(self, plan: StepPlan, output: StepOutput) -> None:
+        """Rows of the step that has ended, without those behind a wrong guess."""
+        ends = {
+            row.seq_id: row.start + len(tokens)
+            for row, tokens in zip(plan.sequences, output.sampled, strict=True)
+            if row.drafted
+        }
+        for seq_id, position, digest in self._rows:
+            if position < ends.get(seq_id, math.inf):
+                self._keep(seq_id, position, digest)
+        self._rows.clear()
 
     def _record(self, seq_id: str, position: int, logits: Tensor) -> None:
-        kind, _, number = seq_id.partition("-")
-        if kind != "run":
+        if not seq_id.startswith("run-"):
             return
         assert logits.dtype == torch.float32
         assert bool(torch.isfinite(logits).all()), f"{seq_id} at {position}: a logit is not finite"
-        key = (int(number), position)
-        digest = xxhash.xxh3_128(logits.contiguous().numpy().data).digest()
+        self._rows.append((seq_id, position, xxhash.xxh3_128(logits.contiguous().numpy().data).digest()))
+
+    def _keep(self, seq_id: str, position: int, digest: bytes) -> None:
+        key = (int(seq_id.partition("-")[2]), position)
         if (before := self.result.rows.setdefault(key, digest)) is not digest:
             assert self._taken[seq_id], f"{seq_id}: position {position} was computed twice"
             assert before == digest, f"{seq_id}: position {position} came out differently the second time"
@@ -355,6 +390,8 @@ def _run_group(cell: Cell, prompts: dict[int, Prompt], decode: Worker, prefill: 
             decode.result.received_tokens += update.totals.received_tokens
             decode.result.wasted_tokens += update.totals.wasted_tokens
             decode.result.preemptions += update.totals.preemptions
+            decode.result.guesses += update.totals.drafted_tokens
+            decode.result.right += update.totals.accepted_tokens
 
 
 def hand_off(
@@ -440,6 +477,7 @@ def _worker(
         batching=cell.batching,
         batch_size=BATCH_SIZE,
         batch_window_s=WINDOW_S,
+        most_drafted=4 if cell.mode == "speculated" else 0,
     )
     with create_pool(folder, WorkerId(name), layout) as pool:
         for group, num_blocks in enumerate(layout.num_blocks):
@@ -447,4 +485,7 @@ def _worker(
                 never = pool.span(group, block_id)
                 never[:] = b"\xff" * len(never)  # NaN, whatever elements or scales are
         preempting = cell.mode == "preempted" and name == "decode"
-        yield Worker(model, pool, config, every_row=every_row, preempting=preempting)
+        worker = Worker(model, pool, config, every_row=every_row, preempting=preempting)
+        if cell.mode == "speculated":
+            worker.batcher.step_model = FREE_ROWS
+        yield worker

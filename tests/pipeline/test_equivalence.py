@@ -36,6 +36,7 @@ from tests.pipeline.equivalence import (
     run_cell,
     run_engine,
     sampled_rows,
+    with_predictions,
 )
 from tests.tiny_models import make_tiny_model
 
@@ -68,10 +69,20 @@ def check_cell(cell: Cell, result: CellResult, oracle: CellResult, prompts: list
     if cell.mode == "preempted":
         assert result.preemptions >= len(prompts)
         assert result.wasted_tokens > 0
+    elif cell.mode == "speculated":
+        assert 0 < result.right < result.guesses
+        assert result.wasted_tokens == result.guesses - result.right
     else:
-        assert result.preemptions == result.wasted_tokens == 0
+        assert result.preemptions == result.wasted_tokens == result.guesses == 0
     if cell.mode in ("static", "dynamic"):
         assert result.widest_step <= BATCH_SIZE
+
+
+def prompts_of(cell: Cell, prompts: list[Prompt], oracle: CellResult, model: Model) -> list[Prompt]:
+    """What a cell is given."""
+    if cell.mode != "speculated":
+        return prompts
+    return with_predictions(prompts, oracle.tokens, model.config.vocab_size)
 
 
 # ------------------------------------------------------------------------------------------ tiny model, every cell
@@ -117,7 +128,7 @@ def tiny_oracle(
 def test_tiny(
     cell: Cell, tiny: tuple[Model, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
 ) -> None:
-    result = run_cell(cell, *tiny, tiny_prompts, tmp_path)
+    result = run_cell(cell, *tiny, prompts_of(cell, tiny_prompts, tiny_oracle, tiny[0]), tmp_path)
     check_cell(cell, result, tiny_oracle, tiny_prompts)
     assert (result.rows_again > 0) == (cell.mode == "preempted")
 
@@ -234,8 +245,9 @@ def test_default_model_pairwise(kind: str, default_model_dir: Path, tmp_path: Pa
     # plain torch takes four times as long; in 16 tokens half of the sequences still begin a new block
     prompts = make_prompts(MODEL_LENGTHS, model.config.vocab_size, max_tokens=32 if kernels else 16)
     oracle = run_cell(ORACLE, model, dtype, prompts, tmp_path, every_row=False)
-    for cell in (*PAIRWISE, MODES[0]):
-        result = run_cell(cell, model, dtype, prompts, tmp_path, every_row=False)
+    for cell in (*PAIRWISE, MODES[0], MODES[-1]):
+        given = prompts_of(cell, prompts, oracle, model)
+        result = run_cell(cell, model, dtype, given, tmp_path, every_row=False)
         check_cell(cell, result, oracle, prompts)
 
 
@@ -299,7 +311,8 @@ def report_matrix(
     records: list[dict[str, object]] = []
     for cell in (ORACLE, *(c for c in cells if c != ORACLE)):
         started = time.perf_counter()
-        result = run_cell(cell, model, dtype, prompts, pools, every_row=False)
+        given = prompts_of(cell, prompts, oracle, model) if oracle is not None else prompts
+        result = run_cell(cell, model, dtype, given, pools, every_row=False)
         oracle = oracle or result
         records.append(
             {

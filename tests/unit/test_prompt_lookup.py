@@ -56,11 +56,9 @@ def test_it_finds_what_a_search_by_hand_finds_however_the_text_came() -> None:
     rng = random.Random(1)
     for _ in range(200):
         text = [rng.randrange(4) for _ in range(rng.randrange(60))]
-        lookup, pieces = PromptLookup(), 0
+        lookup = PromptLookup()
         while not lookup.read(text, 1 + rng.randrange(7)):
-            pieces += 1
-            assert len(lookup) < len(text)
-        assert len(lookup) == len(text)
+            pass
         found, matches = lookup.find(3), by_hand(text)
         assert (found is None) == (not matches)
         if found is not None:
@@ -69,6 +67,34 @@ def test_it_finds_what_a_search_by_hand_finds_however_the_text_came() -> None:
             place = next(place for match, place in matches[:8] if match == found.match)
             onward = list(itertools.islice(itertools.cycle(text[place + 1 :]), 3))
             assert list(found.token_ids) == onward
+
+
+def test_a_prediction_is_drafted_from_its_beginning_on() -> None:
+    prediction = [20, 21, 22, 23, 24, 25]
+    lookup = PromptLookup(prediction)
+    text = [1, 2, 3, 4, 5]
+    for output in ([], [20], [20, 21], [20, 21, 22]):
+        while not lookup.read(text + output, 2):
+            pass
+        found = lookup.find(2, len(output))
+        assert found is not None
+        assert found.token_ids == tuple(prediction[len(output) : len(output) + 2])
+        assert found.predicted
+
+
+def test_an_output_that_leaves_its_prediction_comes_back_to_it() -> None:
+    prediction = [20, 21, 22, 23, 24, 25]
+    for output, wanted in (([20, 9], None), ([20, 9, 22, 23], None), ([9, 22, 23, 24], (25,)), ([9, 23, 24, 25], None)):
+        lookup = PromptLookup(prediction)
+        assert lookup.read([1, 2, 3, *output], EVERYTHING)
+        found = lookup.find(4, len(output))
+        assert (found.token_ids if found else None) == wanted, "a prediction ends where it ends"
+
+
+def test_the_longer_match_wins_over_a_prediction() -> None:
+    lookup = PromptLookup([1, 2, 3, 99])
+    assert lookup.read([7, 1, 2, 3, 50, 7, 1, 2, 3], EVERYTHING)
+    assert lookup.find(1, 9) == Found((50,), 4)
 
 
 def by_hand(text: list[int]) -> list[tuple[int, int]]:
