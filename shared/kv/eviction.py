@@ -73,6 +73,7 @@ class CachedBlocks:
     def __init__(self, eviction: Eviction, num_blocks: int) -> None:
         self.eviction = eviction
         self._most_lost = MEMORY * num_blocks if eviction == "reuse" else 0
+        self._levels = [[level_of(eviction, rank, reused) for rank in range(len(CLASSES))] for reused in (False, True)]
         self._lines: dict[TenantId, _Lines] = {}
         self._places: dict[int, tuple[TenantId, int]] = {}
         self._held = TenantShares()
@@ -98,8 +99,9 @@ class CachedBlocks:
 
     def add(self, block_id: int, tenant: TenantId, rank: int, reused: bool) -> None:
         """Nobody uses the block any more: it is the one used last."""
-        level = level_of(self.eviction, rank, reused)
-        self._line(tenant).levels[level][block_id] = None
+        level = self._levels[reused][rank]
+        lines = self._lines.get(tenant) or self._new_lines(tenant)
+        lines.levels[level][block_id] = None
         self._places[block_id] = tenant, level
 
     def discard(self, block_id: int) -> bool:
@@ -109,15 +111,23 @@ class CachedBlocks:
             return False
         tenant, level = place
         lines = self._lines[tenant]
-        del lines.levels[level][block_id]
-        if lines.is_empty and not lines.lost:
+        line = lines.levels[level]
+        del line[block_id]
+        if not line and not lines.lost and lines.is_empty:
             del self._lines[tenant]
         return True
 
     def victim(self) -> int:
         """The block to be given up. Raises LookupError when none is cached."""
-        tenant = self._held.largest(lambda tenant: tenant in self._lines and not self._lines[tenant].is_empty)
-        return next(block_id for level in self._lines[tenant].levels for block_id in level)
+        lines = self._lines
+        if len(lines) == 1:
+            (largest,) = lines.values()
+        else:
+            largest = lines[self._held.largest(lambda tenant: tenant in lines and not lines[tenant].is_empty)]
+        for level in largest.levels:
+            if level:
+                return next(iter(level))
+        raise LookupError("no block is cached")
 
     def was_lost(self, tenant: TenantId, tag: BlockTag) -> bool:
         """True, once, for a tag that had to be given up not long ago."""
@@ -132,7 +142,7 @@ class CachedBlocks:
         """A block of this tag was given up. The tags lost first by the tenant who lost most are forgotten."""
         if not self._most_lost:
             return
-        lost = self._line(tenant).lost
+        lost = (self._lines.get(tenant) or self._new_lines(tenant)).lost
         if tag in lost:
             lost.move_to_end(tag)
             return
@@ -152,10 +162,8 @@ class CachedBlocks:
             lines.lost.clear()
             self._drop_lost(tenant, count)
 
-    def _line(self, tenant: TenantId) -> _Lines:
-        lines = self._lines.get(tenant)
-        if lines is None:
-            lines = self._lines[tenant] = _Lines([OrderedDict() for _ in range(num_levels(self.eviction))])
+    def _new_lines(self, tenant: TenantId) -> _Lines:
+        lines = self._lines[tenant] = _Lines([OrderedDict() for _ in range(num_levels(self.eviction))])
         return lines
 
     def _drop_lost(self, tenant: TenantId, count: int) -> None:
