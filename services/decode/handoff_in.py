@@ -127,7 +127,7 @@ class HandoffIn:
         if result.error.partition(":")[0] in OUT_OF_REACH:
             self.rates.failed(pull.source, result.path, self._shell.clock())
         elif result.num_bytes:
-            self.rates.came(pull.source, result.path, result.num_bytes, seconds)
+            self.rates.came(pull.source, result.path, result.num_bytes, seconds, self._shell.clock())
 
     def _run_from(self, held: Held, num_tokens: int, reason: str) -> None:
         """Let the sequence run on the KV of [0, num_tokens); what is missing it computes itself."""

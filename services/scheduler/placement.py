@@ -6,11 +6,13 @@ each holds. The one step-time model comes from the workers' beats; `StepModel` s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from services.scheduler.handoff_cost import HandoffCost
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.parts import ItlTarget, StepModel
+from shared.contracts.parts import UNKNOWN_END, ItlTarget, KvEnd, KvLink, StepModel
 from shared.engine.prompt_budget import NO_TARGET, prompt_budget
 from shared.engine.step_time import chunk_context, from_wire
 
@@ -44,6 +46,8 @@ class WorkerView:
     fingerprint: str = ""
     draining: bool = False
     fake: bool = False
+    kv: KvEnd = UNKNOWN_END  # where its pool lies
+    links: tuple[KvLink, ...] = ()  # what it measured of its pulls
 
     @property
     def has_slot(self) -> bool:
@@ -91,24 +95,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffCost:
-    """What moving KV between two workers costs."""
-
-    bandwidth_bytes_s: float = 2e9  # both digests and the copy; one core measured: 1.8e9 on first touch, then 5.4e9
-    hop_s: float = 0.01  # messages, and the decode worker's wake-up
-
-    def seconds(self, num_bytes: int) -> float:
-        return self.hop_s + num_bytes / self.bandwidth_bytes_s
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """A decision with both estimates (seconds; 0 where there was nothing to estimate) and the reason for the path."""
 
     decode_worker: WorkerId
     decode_incarnation: Incarnation
     path: str
-    reason: str  # estimate | prompt_logprobs | one_token | cached | no_prefill_worker
+    reason: str  # estimate | prompt_logprobs | one_token | cached | no_prefill_worker | no_kv_path
     prefill_worker: WorkerId = NO_WORKER
     local_s: float = 0.0
     handed_off_s: float = 0.0
@@ -152,20 +145,26 @@ def local_cost_s(view: WorkerView, num_uncached: int, start: int) -> float:
 
 
 def handed_off_cost_s(prefill: WorkerView, decode: WorkerView, ask: Ask, cost: HandoffCost) -> float:
-    """Seconds until the first token when `prefill` computes the prompt but its last token and `decode` pulls it."""
+    """Seconds until the first token when `prefill` computes the prompt but its last token and `decode` pulls it.
+
+    Pulls go on beside the computing: what is slower counts whole, and of the other the chunk that cannot overlap.
+    Infinite where no KV can be pulled.
+    """
+    bytes_s = cost.bytes_s(prefill.worker, prefill.kv, decode.kv, decode.links)
+    if bytes_s <= 0:
+        return math.inf
     last = ask.num_tokens - 1
     start = min(ask.held.get(prefill.worker, 0), last)
-    compute = steps_s(
-        prefill.step_model,
-        last - start,
-        start=start,
-        chunk=max(1, prefill.token_budget),
-        running=0,
-        queue_tokens=prefill.queue_tokens,
-    )
+    chunk = max(1, prefill.token_budget)
+
+    def compute_s(num_tokens: int) -> float:
+        model, waiting = prefill.step_model, prefill.queue_tokens
+        return steps_s(model, num_tokens, start=start, chunk=chunk, running=0, queue_tokens=waiting)
+
     moved = last - min(ask.held.get(decode.worker, 0), last)
-    first_step = steps_s(decode.step_model, 1, start=last, chunk=1, running=decode.running)
-    return compute + cost.seconds(moved * decode.token_bytes) + first_step
+    whole, tail = (cost.seconds(tokens * decode.token_bytes, bytes_s) for tokens in (moved, min(moved, chunk)))
+    there_s = max(compute_s(last - start) + tail, compute_s(min(last - start, chunk)) + whole)
+    return there_s + steps_s(decode.step_model, 1, start=last, chunk=1, running=decode.running)
 
 
 def fits(view: WorkerView, ask: Ask) -> bool:
@@ -240,6 +239,8 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
     if not free:
         return chosen(LOCAL, "no_prefill_worker")
     handed_off_s, prefill = min((handed_off_cost_s(v, decode, ask, cost), v.worker) for v in free)
+    if math.isinf(handed_off_s):
+        return chosen(LOCAL, "no_kv_path")
     if handed_off_s < local_s:
         return chosen(HANDED_OFF, "estimate", prefill, handed_off_s)
     return chosen(LOCAL, "estimate", handed_off_s=handed_off_s)

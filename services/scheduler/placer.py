@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from services.scheduler.book import Book
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve
 from services.scheduler.forecast import TurnClock
-from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Choice, HandoffCost, choose
+from services.scheduler.handoff_cost import HandoffCost
+from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Choice, choose
 from services.scheduler.record import Record, State
 from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m

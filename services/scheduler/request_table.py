@@ -17,9 +17,10 @@ from collections import Counter
 from services.scheduler import forecast
 from services.scheduler.book import Book
 from services.scheduler.effects import Effect
+from services.scheduler.handoff_cost import HandoffCost
 from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.outbox import Event
-from services.scheduler.placement import HandoffCost
+
 from services.scheduler.placer import Placer, TableLimits
 from services.scheduler.record import PLACING, Record, State, Verdict, judge
 from services.scheduler.worker_registry import LostWorker, WorkerRegistry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.scheduler.placement import HandoffCost
+from services.scheduler.handoff_cost import HandoffCost
 from services.scheduler.placer import TableLimits
 from shared.settings.models import only_model
 from shared.settings.sections import Settings

@@ -189,6 +189,8 @@ def _view(entry: _Entry) -> WorkerView:
         queue_tokens=beat.queue_tokens,
         step_model=beat.step_model,
         itl_target=beat.itl_target,
+        kv=beat.kv,
+        links=beat.links,
         numerics=beat.numerics,
         fingerprint=beat.fingerprint,
         draining=beat.draining,

@@ -18,6 +18,7 @@ LOCAL_WORDS = {
     "one_token": "the prompt is one token, so there is nothing to hand off",
     "cached": "the decode worker holds all of the prompt but its last token",
     "no_prefill_worker": "no prefill worker could begin at once",
+    "no_kv_path": "no prefill worker that could begin can be reached for its KV",
     "prefill_refused": "the prefill worker refused it",
     "prefill_timeout": "the prefill worker did not answer",
     "prefill_lost": "the prefill worker was lost",

@@ -75,9 +75,7 @@ async def test_over_tcp_equals_local(model_dir: Path, tmp_path: Path, tls: bool)
             output, totals = await handed_off(c, f"req-h{length}", length)
             assert output == local, f"prompt of {length}"
             assert totals.received_tokens == length - 1
-        (link,) = c.decode.shell.beat().links
-        assert (link.worker, link.path, link.failed) == (c.prefill_id, "tcp", False)
-        assert link.bytes_s > 0
+        assert c.decode.shell.beat().links == (), "too little to measure a rate by"
         await until(lambda: _reads(c, "served") >= 5, 30)
 
 

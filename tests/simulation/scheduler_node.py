@@ -6,9 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, Effect, Tell
+from services.scheduler.handoff_cost import HandoffCost
 from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.leader import Change, Leadership
-from services.scheduler.placement import HandoffCost
 from services.scheduler.request_table import RequestTable
 from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, Effect, Tell
+from services.scheduler.handoff_cost import HandoffCost
 from services.scheduler.ingresses import IngressRegistry
-from services.scheduler.placement import HandoffCost, WorkerView
+from services.scheduler.placement import WorkerView
 from services.scheduler.placer import TableLimits
 from services.scheduler.request_table import RequestTable
 from services.scheduler.worker_registry import WorkerRegistry

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_end
 
-from services.scheduler.placement import Ask, HandoffCost, choose, chunk_of, handed_off_cost_s, local_cost_s, steps_s
+from services.scheduler.handoff_cost import HandoffCost
+from services.scheduler.placement import Ask, choose, chunk_of, handed_off_cost_s, local_cost_s, steps_s
 from shared.contracts.ids import WorkerId
-from shared.contracts.parts import ItlTarget, StepModel
+from shared.contracts.parts import ItlTarget, KvEnd, KvLink, StepModel
 from shared.engine.step_time import chunk_context
 from shared.settings.sections import EngineSettings
 from tests.unit.scheduler_support import view
@@ -194,8 +196,38 @@ def test_paths_with_the_defaults_and_the_step_times_of_a_small_machine(num_token
 
 def test_moving_kv_costs_what_the_worker_says_a_token_takes() -> None:
     ask = Ask(num_tokens=1_001)
-    light, heavy = (handed_off_cost_s(PREFILL, replace(DECODE, token_bytes=n), ask, COST) for n in (1_000, 2_001_000))
+    at_once = replace(PREFILL, token_budget=1_000)
+    light, heavy = (handed_off_cost_s(at_once, replace(DECODE, token_bytes=n), ask, COST) for n in (1_000, 2_001_000))
     assert heavy - light == pytest.approx(1_000 * 2_000_000 / COST.bandwidth_bytes_s)
+
+
+def test_kv_moves_while_later_chunks_are_computed() -> None:
+    ask = Ask(num_tokens=10_001)
+    chunks = replace(PREFILL, token_budget=1_000)
+    unmoved = handed_off_cost_s(chunks, replace(DECODE, token_bytes=0), ask, COST)
+    quick = handed_off_cost_s(chunks, replace(DECODE, token_bytes=1_000), ask, COST)
+    assert quick - unmoved == pytest.approx(1_000 * 1_000 / COST.bandwidth_bytes_s), "the last chunk's KV alone"
+    slow = handed_off_cost_s(chunks, replace(DECODE, token_bytes=10_000_000), ask, COST)
+    assert slow - 10_000 * 10_000_000 / COST.bandwidth_bytes_s < unmoved / 5, "nearly all of the computing is hidden"
+
+
+def test_the_way_and_what_was_measured_on_it_decide_the_path() -> None:
+    ask = Ask(num_tokens=2_000)
+    here, there = KvEnd("here", "net"), KvEnd("there", "net", "tcp://127.0.0.1:5")
+    decode, prefill = replace(DECODE, kv=here), replace(PREFILL, kv=there)
+    assert path(ask, decode, prefill) == ("handed_off", "estimate")
+    slow = replace(decode, links=(KvLink(WorkerId("p1"), "tcp", 1e6),))
+    assert path(ask, slow, prefill) == ("local", "estimate")
+    for sink, source in (
+        (decode, replace(prefill, kv=KvEnd("there", "net"))),
+        (replace(decode, kv=replace_end(here, transfer="shared-memory")), prefill),
+        (replace(decode, links=(KvLink(WorkerId("p1"), "tcp", 1e9, failed=True),)), prefill),
+    ):
+        assert path(ask, sink, source) == ("local", "no_kv_path")
+    near = view("p2", "prefill", kv=here)
+    choice = choose(ask, [slow, prefill, near], COST)
+    assert choice is not None
+    assert choice.prefill_worker == "p2", "who is reached faster"
 
 
 def test_two_layer_groups_both_count() -> None:
