@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -110,6 +111,8 @@ class Intake:
         """Take one line. Raises Unavailable while Redis or NATS does not answer, and Redeliver while policy does not:
         then it is delivered again."""
         tenant, line = _tenant_of(delivery), bytes(delivery.message)
+        if _stored_us(delivery) < await self._store.purges.purged_us(tenant):
+            return  # it came before a purge
         try:
             parsed = await _parsed(line)
             custom_id, fault = parsed.custom_id, None
@@ -199,6 +202,11 @@ async def announce(bus: Bus, tenant: TenantId, number: int, result: ItemResult) 
 
 def _tenant_of(delivery: Delivery) -> TenantId:
     return TenantId(delivery.subject.rpartition(".")[2])
+
+
+def _stored_us(delivery: Delivery) -> float:
+    """When the stream took it, unix microseconds; infinity where it does not tell."""
+    return int(delivery.stored_id.rpartition("-")[2] or 0) or math.inf
 
 
 async def _parsed(line: bytes) -> Line:

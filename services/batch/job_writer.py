@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from services.batch import job_states as states
 from services.batch.output_files import Chunks, result_line, unfinished
 from services.batch.records import PURPOSE_OUTPUT, FileMeta, ItemResult, Job
 from services.batch.store import BatchStore
-from shared.contracts.errors import Internal
+from shared.contracts.errors import Internal, NotFound
 from shared.contracts.ids import FileId
 
 AT_ONCE = 500
@@ -45,6 +46,11 @@ async def write_files(store: BatchStore, job: Job, clock: Callable[[], float]) -
         for number in numbers:
             await writers[results[number].ok].add(number, results[number])
     ids = {"output_file_id": await writers[True].close(), "error_file_id": await writers[False].close()}
+    if not await store.jobs.status(job.tenant, job.batch_id):  # purged meanwhile, and the files with it or now
+        for file_id in filter(None, ids.values()):
+            with suppress(NotFound):
+                await store.files.delete(job.tenant, file_id)
+        return
     final = states.change(job.status, states.final_status(job), int(clock()))
     await store.jobs.move(job, final | ids, ends=True)
 

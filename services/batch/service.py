@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,15 @@ from services.batch.tenant_terms import TokenLimits
 from shared.bus.bus import Bus, Subscription
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem, BatchRequest, FileRequest
+from shared.contracts.messages import PurgeOrder
 from shared.ingress.config import IngressConfig
 from shared.ingress.ingress import Ingress
 from shared.ingress.served_models import ServedModels
+from shared.security.purge_orders import PurgeOrders
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.setup import Telemetry
 
-QUEUE = "batch"
+SERVICE = "batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,11 @@ class BatchService:
         metrics: Metrics,
     ) -> None:
         self._bus = bus
+        self._store = store
         self._config = config
         self._stack = AsyncExitStack()
         self._desks: list[Subscription] = []
+        self._purges = PurgeOrders(bus, SERVICE, SERVICE, self._purge)
         self.ingress = Ingress(bus, config.ingress, telemetry, models, metrics=metrics)
         self.runner = BatchRunner(store, bus, models, config.runner, config.ingress.ingress_id)
         self.executor = Executor(bus, store, self.ingress, max_running=config.max_running, on_result=self._on_result)
@@ -77,9 +82,10 @@ class BatchService:
             for part in (self.ingress, self.runner, self.executor, self._intake, self.metrics):
                 await stack.enter_async_context(part)
             self._desks = [
-                await self._bus.serve(subjects.BATCH_FILES, FileRequest, self._files.answer, queue=QUEUE),
-                await self._bus.serve(subjects.BATCH_JOBS, BatchRequest, self._jobs.answer, queue=QUEUE),
+                await self._bus.serve(subjects.BATCH_FILES, FileRequest, self._files.answer, queue=SERVICE),
+                await self._bus.serve(subjects.BATCH_JOBS, BatchRequest, self._jobs.answer, queue=SERVICE),
             ]
+            await self._purges.start()
             self._stack = stack.pop_all()
         return self
 
@@ -87,9 +93,14 @@ class BatchService:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Answer nothing more, hand items back to the queue, let others drive the batches."""
+        await self._purges.stop()
         for desk in self._desks:
             await desk.stop()
         await self._stack.aclose()
+
+    async def _purge(self, order: PurgeOrder) -> Mapping[str, int]:
+        """Jobs, files, lines and results go; what runs of them ends as the ingress is told the same."""
+        return {} if order.cache_only else await self._store.purges.purge(order)
 
     async def _on_result(self, item: BatchItem, result: ItemResult, left: int) -> None:
         if item.batch_id == QUEUE_BATCH:

@@ -5,6 +5,7 @@
     store.jobs   batches: records, states, indexes, leases
     store.items  what executors use: claim, put_result, settled, add_lost, add_dead_letter
     store.queue  the standing batch of lines that came over NATS
+    store.purges everything of a tenant, deleted
 
 Texts of tenants (lines, answers, file names, metadata) are sealed under the tenant's key. Each change that must be
 one is a script in `lua/`. Every method raises Unavailable when Redis does not answer.
@@ -16,6 +17,7 @@ from services.batch.file_store import FileStore
 from services.batch.item_store import ItemStore
 from services.batch.job_store import JobStore
 from services.batch.keys import Keys
+from services.batch.purge_store import PurgeStore
 from services.batch.queue_store import QueueStore
 from services.batch.store_limits import StoreLimits
 from shared.store.redis_store import RedisStore
@@ -36,6 +38,7 @@ class BatchStore:
         self, redis: RedisStore, sealer: Sealer, prefix: str = "baton:batch", limits: StoreLimits | None = None
     ) -> None:
         keys, limits = Keys(prefix), limits or StoreLimits()
+        self.purges = PurgeStore(redis, keys)
         self.files = FileStore(redis, sealer, keys, limits)
         self.jobs = JobStore(redis, sealer, keys, limits)
         self.items = ItemStore(redis, sealer, keys)

@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": ("services.cli.chat", "main", "ask the running stack and stream the answer"),
     "batch": ("services.cli.batch", "main", "submit, watch, cancel batch jobs and fetch their results"),
     "keys": ("services.cli.keys", "main", "make, list and revoke tenants' keys, queue credentials and limits"),
+    "purge": ("services.cli.purge", "main", "take everything of a tenant out of the stack, with a signed receipt"),
     "trace": ("services.cli.trace", "main", "list recent requests, or show one as a waterfall"),
     "logs": ("services.cli.log_reader", "main", "read and follow the logs of all services as one"),
     "doctor": ("services.cli.doctor", "main", "say what is missing or wrong here, and the fix"),

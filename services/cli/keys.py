@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import json
 import os
@@ -15,23 +14,20 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from services.cli.credentials import ADMIN_TENANT, DEMO_TENANT, ensure_credentials, new_api_key
+from services.cli.credentials import ADMIN_TENANT, DEMO_TENANT, new_api_key
 from services.cli.nats_config import check_tenant
+from services.cli.policy_admin import ask_policy
 from services.cli.queue_user import QueueUser, give, take
-from services.cli.servers import running_nats
 from services.cli.state import StateFolder, state_path
-from services.cli.words import NO_STACK, sentence
-from shared.bus.nats_connection import connect_bus
+from services.cli.words import sentence
 from shared.contracts import admin_messages as am
-from shared.contracts import subjects
-from shared.contracts.errors import BatonError, NotFound, SettingsError, Unavailable
+from shared.contracts.errors import BatonError, NotFound, SettingsError
 from shared.contracts.grants import Limits
 from shared.contracts.ids import TenantId
 from shared.settings.load import load_settings, settings_file
 from shared.settings.models import served_models
 from shared.store.secrets import read_secret_text
 
-ASK_S = 10.0
 LIMITS = Limits.__struct_fields__
 DEFAULT = "default"
 
@@ -286,21 +282,4 @@ def _running(count: int) -> list[str]:
 
 def asked(env: Mapping[str, str], ask: Ask) -> am.Tenants:
     """Policy's answer. Raises what it raises, Unavailable when no stack runs."""
-    path = state_path(env)
-    if not path.is_dir() or (state := StateFolder(path)).holder() is None:
-        raise Unavailable(NO_STACK)
-    credentials = ensure_credentials(state.secrets)
-    server = running_nats(state.run, credentials.nats_config)
-    if server is None:
-        raise Unavailable(
-            "the running stack has no NATS server of its own (bus.nats_url is set), or it is not ready yet; "
-            "only through its own can keys and limits be changed"
-        )
-    password = read_secret_text(credentials.nats_password(subjects.ADMIN))
-
-    async def asking() -> am.Tenants:
-        async with connect_bus(server[1], subjects.ADMIN, password=password) as bus:
-            found: am.Tenants = await bus.request(subjects.POLICY_ADMIN, ask, am.Tenants, timeout_s=ASK_S)
-            return found
-
-    return asyncio.run(asking())
+    return ask_policy(env, ask, am.Tenants)

@@ -38,7 +38,7 @@ USERS = (*SERVICES, ADMIN)
 TENANT_TOKEN = len(subjects.batch_submit(TenantId("x")).split("."))
 """Which token of a tenant's subjects names it, from 1."""
 
-OWN_NAME_HOPS = ("trace", "audit")
+OWN_NAME_HOPS = ("trace", "audit", "purge.ack")
 """Hops whose last token is the sender: a service may only speak in its own name."""
 LEASE_HOLDERS = ("scheduler",)
 
@@ -160,7 +160,7 @@ def _user(name: str, password: str, allowed: Permissions) -> dict[str, object]:
 def _sent_by(service: str, hop: Hop) -> str:
     if hop.name not in OWN_NAME_HOPS:
         return hop.pattern
-    return {"trace": subjects.trace, "audit": subjects.audit}[hop.name](service)
+    return {"trace": subjects.trace, "audit": subjects.audit, "purge.ack": subjects.purge_ack}[hop.name](service)
 
 
 def _consuming(service: str, stream: str, own: bool = False) -> list[str]:

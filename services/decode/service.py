@@ -39,8 +39,11 @@ from shared.engine.block_room import NeverFits, ReservationRefused
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
+from shared.engine.worker_purges import carry_out
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
+from shared.security.generations import purged
+from shared.security.purge_orders import PurgeOrders
 from shared.telemetry import attributes as a
 from shared.telemetry import metric_names as names
 
@@ -60,6 +63,7 @@ class DecodeWorker:
         """`fences` is the shell's. `verify_grant` raises Forbidden for what policy did not sign."""
         self.shell = shell
         self.book = Book(shell, fences, transport)
+        self.purges = PurgeOrders(shell.bus, self.name, shell.worker, self._purge)
         self._verify = verify_grant
         self._listed_at = 0.0
         self._subscriptions: list[Subscription] = []
@@ -74,6 +78,7 @@ class DecodeWorker:
             await bus.subscribe(subjects.handoff(worker, "commit"), m.HandoffCommit, self._on_commit),
             await bus.subscribe(subjects.ANY_GATEWAY_BEAT, m.GatewayBeat, self._on_gateway_beat),
         ]
+        await self.purges.start()
         handlers: dict[str, tuple[type[Message], RequestHandler]] = {
             "reserve": (m.Reserve, self._on_reserve),
             "cancel": (m.Cancel, self._on_cancel),
@@ -100,6 +105,7 @@ class DecodeWorker:
             await asyncio.sleep(0.05)
         for subscription in self._subscriptions:
             await subscription.stop()
+        await self.purges.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.book.handoff.close()
         await self.shell.stop()
@@ -124,6 +130,7 @@ class DecodeWorker:
     async def _reserve(self, message: m.Reserve, delivery: Delivery) -> m.Reserved | m.Refusal:
         try:
             grant = self._verify(message.grant)
+            self.purges.generations.require_live(grant.scope)
             reserving.require_sane(message, grant, self.shell.core.facts)
             # before anything is held: whoever cancels meanwhile must find all of it or nothing
             for grammar in {choice.grammar for choice in message.sampling if choice.grammar}:
@@ -173,6 +180,9 @@ class DecodeWorker:
         )
 
     async def _open(self, message: m.Reserve, grant: Grant, delivery: Delivery) -> m.Reserved | m.Refusal:
+        if self.purges.generations.is_over(grant.scope):
+            self.book.table.withdraw(message.attempt)
+            return _refused(purged(), never=True)
         held = self.book.register(message, grant, delivery)
         eos_token_ids = self.shell.core.facts.eos_token_ids
         answer: m.Reserved | m.Refusal
@@ -233,6 +243,21 @@ class DecodeWorker:
         self.book.send_news()
         self.shell.changed()
         return answer
+
+    async def _purge(self, order: m.PurgeOrder) -> Mapping[str, int]:
+        return await carry_out(self.shell, order, self._end_purged)
+
+    async def _end_purged(self, order: m.PurgeOrder) -> int:
+        """End what the order names with an error, and forget what has ended and waits for its acknowledgement."""
+        named = [held for held in self.book.held.values() if self.purges.generations.is_over(held.grant.scope)]
+        for held in named:
+            for choice in held.choices:
+                self.shell.tagger.chains.forget(choice.seq_id)
+            if held.ended:
+                self.book.forget(held)
+            else:
+                await self.book.fail(held, purged())
+        return len(named)
 
     async def _on_cancel(self, delivery: Delivery) -> m.Cancelled:
         message: m.Cancel = delivery.message

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,6 +30,7 @@ from shared.contracts.messages import (
     Granted,
     Identity,
     PolicyEvent,
+    PurgeOrder,
     Refusal,
     SchedulerBeat,
     SpanBatch,
@@ -80,7 +81,14 @@ class GatewayService:
         self.telemetry = telemetry
         self.models = models
         self.ingress = Ingress(
-            bus, config.ingress, telemetry, models, on_beat=self._on_beat, metrics=metrics, clock=clock
+            bus,
+            config.ingress,
+            telemetry,
+            models,
+            on_beat=self._on_beat,
+            on_purge=self._on_purge,
+            metrics=metrics,
+            clock=clock,
         )
         self.traces = TraceBuffer()
         self.cluster = Cluster()
@@ -244,6 +252,9 @@ class GatewayService:
         else:
             self.cluster.on_scheduler_beat(beat, now)
         self.cluster.forget_old(now)
+
+    def _on_purge(self, order: PurgeOrder) -> Mapping[str, int]:
+        return {"traces": self.traces.forget(order.tenant)}
 
     def _on_policy_event(self, delivery: Delivery) -> None:
         self._identities.on_event(delivery.message)

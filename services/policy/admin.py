@@ -45,8 +45,9 @@ class Admin:
         named = await self._records.key_by_id(tenant, key_id)
         if named is not None and named.hash != key_hash.hex():
             raise Conflict(f"tenant {tenant!r} has had a key {key_id!r} already; choose another name", param="key_id")
-        if await self._records.tenant(tenant) is None:
-            await self._records.change_tenant(tenant, lambda old: old, create=True)
+        known = await self._records.tenant(tenant)
+        if known is None or known.removed:
+            await self._records.change_tenant(tenant, _restored, create=True)
 
         def created(old: KeyRecord | None) -> KeyRecord:
             if old is not None and (old.tenant, old.id) != (tenant, key_id):
@@ -55,26 +56,35 @@ class Admin:
 
         await self._records.change_key(key_hash.hex(), created)
         await self._tell(m.PolicyEvent(kind="changed", tenant=tenant))
-        await self._audit("key_created", tenant, key_id)
+        await self.audit("key_created", tenant, key_id)
 
     async def revoke_key(self, tenant: TenantId, key_id: str) -> None:
         """From now on the key opens nothing. Running requests go on; gateways forget the key at once."""
         await self._change_key(tenant, key_id, revoked=True)
         await self._tell(m.PolicyEvent(kind="revoked", tenant=tenant, key_id=key_id))
-        await self._audit("key_revoked", tenant, key_id)
+        await self.audit("key_revoked", tenant, key_id)
+
+    async def remove_tenant(self, tenant: TenantId) -> None:
+        """None of its keys opens anything any more, and no line of its queue is admitted. What runs is the purge's."""
+        await self._records.change_tenant(tenant, lambda old: msgspec.structs.replace(old, removed=True))
+        for key in await self._records.keys():
+            if key.tenant == tenant and not key.revoked:
+                await self._change_key(tenant, key.id, revoked=True)
+        await self._tell(m.PolicyEvent(kind="revoked", tenant=tenant))
+        await self.audit("tenant_removed", tenant, tenant)
 
     async def set_limits(self, tenant: TenantId, limits: OwnLimits) -> TenantRecord:
         """Replace the tenant's own limits; they hold from its next request on. Returns the new record."""
         record = await self._records.change_tenant(tenant, lambda old: msgspec.structs.replace(old, limits=limits))
         await self._tell(m.PolicyEvent(kind="changed", tenant=tenant, version=record.version))
-        await self._audit("limits_changed", tenant, msgspec.json.encode(limits).decode())
+        await self.audit("limits_changed", tenant, msgspec.json.encode(limits).decode())
         return record
 
     async def limit_key(self, tenant: TenantId, key_id: str, max_parallel: int) -> None:
         """How many requests of the key may run at once, 0 = no limit of its own; holds from its next request on."""
         await self._change_key(tenant, key_id, max_parallel=max_parallel)
         await self._tell(m.PolicyEvent(kind="changed", tenant=tenant))
-        await self._audit("key_limited", tenant, f"{key_id} max_parallel={max_parallel}")
+        await self.audit("key_limited", tenant, f"{key_id} max_parallel={max_parallel}")
 
     async def raise_generation(self, tenant: TenantId) -> ScopeGeneration:
         """End the tenant's scope: nothing cached before is ever shared again. Returns the new generation."""
@@ -85,7 +95,7 @@ class Admin:
         record = await self._records.change_tenant(tenant, raised)
         event = m.PolicyEvent(kind="scope_raised", tenant=tenant, generation=record.generation, version=record.version)
         await self._tell(event)
-        await self._audit("scope_raised", tenant, str(record.generation))
+        await self.audit("scope_raised", tenant, str(record.generation))
         return record.generation
 
     async def _change_key(self, tenant: TenantId, key_id: str, **fields: Any) -> None:
@@ -102,7 +112,8 @@ class Admin:
     async def _tell(self, event: m.PolicyEvent) -> None:
         await self._bus.publish(subjects.POLICY_EVENTS, event)
 
-    async def _audit(self, action: str, tenant: TenantId, subject: str) -> None:
+    async def audit(self, action: str, tenant: TenantId, subject: str) -> None:
+        """Keep a record of what was done; `subject` holds no text of a tenant's."""
         number = await self._records.next_audit_number()
         record = m.AuditRecord(
             service=SERVICE,
@@ -113,3 +124,7 @@ class Admin:
             wall_time_s=await self._redis.now_s(),
         )
         await self._bus.publish_durable(subjects.audit(SERVICE), record, message_id=f"{SERVICE}-{number}")
+
+
+def _restored(old: TenantRecord) -> TenantRecord:
+    return msgspec.structs.replace(old, removed=False)

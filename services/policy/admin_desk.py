@@ -8,6 +8,7 @@ import msgspec
 
 from services.policy.accounts import Accounts
 from services.policy.admin import Admin
+from services.policy.purges import Purges, check_purge
 from services.policy.records import Records
 from services.policy.tenants import KeyRecord, OwnLimits, TenantRecord
 from shared.bus.bus import Bus, Delivery, Subscription
@@ -16,7 +17,7 @@ from shared.contracts import subjects
 from shared.contracts.errors import InvalidInput
 from shared.contracts.ids import TenantId
 
-MESSAGES = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery
+MESSAGES = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery | am.PurgeStart | am.PurgeQuery
 MAX_LIMIT = 2**53
 """What Redis' scripts count exactly."""
 
@@ -24,7 +25,8 @@ MAX_LIMIT = 2**53
 class AdminDesk:
     """Answers `policy.admin`, to which only the command line's NATS user may publish. `start`, then `stop`."""
 
-    def __init__(self, bus: Bus, admin: Admin, records: Records, accounts: Accounts) -> None:
+    def __init__(self, bus: Bus, admin: Admin, records: Records, accounts: Accounts, purges: Purges) -> None:
+        self._purges = purges
         self._accounts = accounts
         self._bus = bus
         self._admin = admin
@@ -40,9 +42,13 @@ class AdminDesk:
         if self._served is not None:
             await self._served.stop()
 
-    async def answer(self, delivery: Delivery) -> am.Tenants:
-        """Carry it out; the tenant as it then stands. Raises InvalidInput, Conflict, Unavailable."""
+    async def answer(self, delivery: Delivery) -> am.Tenants | am.Purges:
+        """Carry it out; the tenant or purge as it then stands. Raises InvalidInput, NotFound, Conflict, Unavailable."""
         ask = delivery.message
+        if isinstance(ask, am.PurgeStart):
+            return await self._purge(ask)
+        if isinstance(ask, am.PurgeQuery):
+            return await self._purges.shown(ask.purge_id)
         if isinstance(ask, am.KeyCreate):
             _check_limit("max_parallel", ask.max_parallel)
             await self._admin.create_key(ask.tenant, ask.key_id, ask.key_hash, ask.max_parallel)
@@ -51,6 +57,12 @@ class AdminDesk:
         elif isinstance(ask, am.LimitsChange):
             await (self._change_key_limits(ask) if ask.key_id else self._change_limits(ask))
         return am.Tenants(tenants=await self._shown(ask.tenant))
+
+    async def _purge(self, ask: am.PurgeStart) -> am.Purges:
+        if ask.purge_id:
+            return await self._purges.declare_gone(ask.purge_id, ask.gone)
+        check_purge(ask)
+        return await self._purges.order(ask)
 
     async def _change_limits(self, ask: am.LimitsChange) -> None:
         record = await self._records.tenant(ask.tenant)

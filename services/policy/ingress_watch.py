@@ -72,6 +72,10 @@ class IngressWatch:
             return False
         return now - seen.heard > self._lease_s or (seen.gone >= 0 and now - seen.gone >= self._gone_s)
 
+    def may_live(self, now: float) -> list[IngressId]:
+        """Those that may hold something in memory: heard of, and not known to have ended."""
+        return [name for name, seen in self._seen.items() if not (seen.gone >= 0 and now - seen.gone >= self._gone_s)]
+
     def all_lost(self, now: float) -> set[IngressId]:
         """Those that are gone; one that was lost for an hour is forgotten."""
         self._seen = {name: seen for name, seen in self._seen.items() if now - seen.heard < FORGET_S}

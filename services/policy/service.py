@@ -269,7 +269,7 @@ class PolicyService:
         _in_time(delivery)
         span.set_attribute(attr.TENANT, ask.tenant)
         tenant = await self._records.tenant(ask.tenant)
-        if tenant is None:
+        if tenant is None or tenant.removed:
             raise Forbidden("there is no such tenant", param="tenant", code="unknown_tenant")
         limits = effective_limits(tenant.limits, self._defaults.limits)
         klass = admission.check(ask, tenant, limits)

@@ -41,6 +41,7 @@ class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     default_max_tokens: int | None = None
     generation: ScopeGeneration = ScopeGeneration(1)
     version: int = 0
+    removed: bool = False  # nothing of it runs until a key is made for it again
 
 
 class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):

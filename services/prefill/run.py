@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from opentelemetry import trace
 from opentelemetry.context import Context
 
+from shared.contracts.grants import Scope
 from shared.contracts.ids import WorkerId
 from shared.engine.batcher import Reservation
 from shared.kv.handoff import Source
@@ -19,6 +20,7 @@ class Run:
 
     seq_id: str
     source: Source
+    scope: Scope
     context: Context
     span: trace.Span
     started_at: float

@@ -20,6 +20,7 @@ from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import (
+    PURGED,
     WORKER_STOPPING,
     BatonError,
     Conflict,
@@ -27,7 +28,7 @@ from shared.contracts.errors import (
     Overloaded,
     to_wire,
 )
-from shared.contracts.grants import Grant, SignedGrant
+from shared.contracts.grants import Grant, Scope, SignedGrant
 from shared.contracts.ids import BlockGeneration, RequestId, WorkerId
 from shared.contracts.parts import AttemptProgress, BlockRef
 from shared.contracts.sampling import SamplingParams
@@ -38,9 +39,12 @@ from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import ERROR, SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
+from shared.engine.worker_purges import carry_out
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.handoff import Free, SendCommit, Source, SourceEffect, SourceIdentity
 from shared.kv.transfer_server import TransferServer
+from shared.security.generations import purged
+from shared.security.purge_orders import PurgeOrders
 from shared.telemetry import attributes as a
 from shared.telemetry import metric_names as names
 
@@ -66,6 +70,7 @@ class PrefillWorker:
         self.shell = shell
         self.table = SourceTable(fences)
         self._verify = verify_grant
+        self.purges = PurgeOrders(shell.bus, self.name, shell.worker, self._purge)
         self._server = server
         self._identity = SourceIdentity(
             shell.worker,
@@ -93,6 +98,7 @@ class PrefillWorker:
             await bus.serve(subjects.prefill(worker, "run"), m.PrefillRun, self._on_run),
             await bus.serve(subjects.prefill(worker, "cancel"), m.Cancel, self._on_cancel),
         ]
+        await self.purges.start()
         await self.shell.start(self)
 
     async def stop(self, limit_s: float) -> None:
@@ -104,6 +110,7 @@ class PrefillWorker:
                 self._apply(self.table.cancel(run.source.attempt, "stopping"))
         for subscription in self._subscriptions:
             await subscription.stop()
+        await self.purges.stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown, True)
         if self._server is not None:  # before the pool goes, which its threads read
@@ -123,6 +130,7 @@ class PrefillWorker:
         token_ids = tuple(unpack_tokens(message.token_ids))
         try:
             grant = self._verify(message.grant)
+            self.purges.generations.require_live(grant.scope)
             require_sane(message, grant, token_ids, self.shell.core.facts.max_positions)
         except BatonError as exc:
             return m.Refusal(error=to_wire(exc), never=True)
@@ -140,7 +148,7 @@ class PrefillWorker:
     async def _open(
         self, message: m.PrefillRun, grant: Grant, token_ids: tuple[int, ...], delivery: Delivery
     ) -> m.PrefillAccepted | m.Refusal:
-        run = self._register(message, len(token_ids), delivery)
+        run = self._register(message, grant.scope, len(token_ids), delivery)
         tags = tuple(g.tags for g in sorted(message.tags, key=lambda g: g.group))
         if grant.retention_s != 0:
             self.shell.tagger.chains.open(run.seq_id, message.attempt, message.grant, message.tags, token_ids)
@@ -155,6 +163,7 @@ class PrefillWorker:
                 weight=grant.weight,
                 klass=grant.klass,
                 retention_s=grant.retention_s,
+                scope_generation=grant.scope.generation,
                 compute_only=True,
             )
             run.reservation = await self.shell.call(lambda batcher: batcher.reserve(spec))
@@ -173,7 +182,7 @@ class PrefillWorker:
             self._end_span(run)
         return self._accepted(run)
 
-    def _register(self, message: m.PrefillRun, num_tokens: int, delivery: Delivery) -> Run:
+    def _register(self, message: m.PrefillRun, scope: Scope, num_tokens: int, delivery: Delivery) -> Run:
         """Known from here on, so that news that overtakes the planner's answer finds it."""
         now = self.shell.clock()
         source = Source(
@@ -190,6 +199,7 @@ class PrefillWorker:
         run = Run(
             seq_id=f"{message.attempt.request_id}/p{next(self._numbers)}",
             source=source,
+            scope=scope,
             context=delivery.context,
             span=self.shell.tracer.start_span(
                 "prefill.run", context=delivery.context, attributes={a.REQUEST_ID: message.attempt.request_id}
@@ -214,6 +224,18 @@ class PrefillWorker:
         effects = self.table.cancel(message.attempt, message.reason or "cancelled")
         self._apply(effects)
         return m.Cancelled(held=bool(effects))
+
+    async def _purge(self, order: m.PurgeOrder) -> Mapping[str, int]:
+        return await carry_out(self.shell, order, self._end_purged)
+
+    async def _end_purged(self, order: m.PurgeOrder) -> int:
+        """End what the order names; the decode workers are told, and end it themselves."""
+        named = [run for run in self._runs.values() if self.purges.generations.is_over(run.scope)]
+        for run in named:
+            self.shell.tagger.chains.forget(run.seq_id)
+            self._apply([run.source.fail(to_wire(purged()), self.shell.clock())])
+            self._apply(self.table.cancel(run.source.attempt, PURGED))
+        return len(named)
 
     # ------------------------------------------------------------------------------------------ news
 

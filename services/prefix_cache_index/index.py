@@ -69,6 +69,16 @@ class BlockIndex:
             self._store(event.worker, known, _entries(event.stored))
         known.number = event.number
 
+    def forget(self, entries: Iterable[Entry]) -> int:
+        """These tags are held by nobody any more; how many were."""
+        count = 0
+        for entry in entries:
+            holders = self._holders.pop(entry, None)
+            count += holders is not None
+            for worker in holders or ():
+                self._workers[worker].entries.discard(entry)
+        return count
+
     def replays_due(self, now: float) -> list[tuple[WorkerId, int]]:
         """Workers to be asked for a snapshot now, with the number of the last event seen of each."""
         due = []

@@ -7,7 +7,7 @@ for the same scope and group, from tokens. What was forgotten is computed again 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from shared.contracts.errors import Conflict, Forbidden
 from shared.contracts.ids import BlockTag
@@ -39,6 +39,13 @@ class IssuedTags:
             self._owners.move_to_end(tag)
         while len(self._owners) > self._capacity:
             self._owners.popitem(last=False)
+
+    def forget(self, scope_ids: Collection[str]) -> list[tuple[int, BlockTag]]:
+        """Forget every tag of these scopes; (layer group, tag) of each."""
+        gone = [(owner[1], tag) for tag, owner in self._owners.items() if owner[0] in scope_ids]
+        for _, tag in gone:
+            del self._owners[tag]
+        return gone
 
     def check_parent(self, scope_id: str, group: int, parent: BlockTag) -> None:
         """Raises Conflict (`unknown_parent`: send the whole prefix) or Forbidden (`foreign_parent`)."""

@@ -6,10 +6,11 @@ They never leave this process and are never logged. Losing one makes its tags me
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from shared.contracts.errors import Forbidden
 from shared.contracts.ids import KeyVersion, ScopeGeneration, TenantId
 from shared.security.tags import KEY_BYTES
 from shared.store.redis_store import RedisStore
@@ -17,6 +18,16 @@ from shared.store.sealed import Sealer
 
 FIRST_VERSION = KeyVersion(1)
 CACHED_KEYS = 4096
+
+# KEYS: hash of a tenant's keys, hash of generations; ARGV: scope id, key, tenant, generation. Answers the key, made now
+# if there is none; nothing when the generation is over, so that no key of it comes back behind a purge.
+_MAKE = """
+if tonumber(redis.call('HGET', KEYS[2], ARGV[3]) or '0') > tonumber(ARGV[4]) then
+  return false
+end
+redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2])
+return redis.call('HGET', KEYS[1], ARGV[1])
+"""
 
 # KEYS[1] hash; ARGV: field, number. Keeps the larger.
 _RAISE = """
@@ -33,6 +44,7 @@ class StoredKey(msgspec.Struct, frozen=True):
 
     version: KeyVersion
     sealed: bytes
+    generation: ScopeGeneration = ScopeGeneration(0)  # of the scope; 0: made before it was noted
 
 
 class ScopeKeys:
@@ -60,18 +72,21 @@ class ScopeKeys:
         self._prefix = prefix
         self._cache: OrderedDict[tuple[TenantId, str], bytes] = OrderedDict()
 
-    async def key(self, tenant: TenantId, scope_id: str) -> bytes:
-        """The scope's key, made now if there is none; replicas that make one at the same time end up with one."""
+    async def key(self, tenant: TenantId, scope_id: str, generation: ScopeGeneration) -> bytes:
+        """The key of a scope of this generation, made now if there is none; replicas that make one at the same time end
+        up with one. Raises Forbidden (`scope_ended`) when the generation is over and the key gone."""
         cached = self._cache.get((tenant, scope_id))
         if cached is not None:
             self._cache.move_to_end((tenant, scope_id))
             return cached
-        name = f"{self._prefix}:scope-keys:{tenant}"
+        name = self._keys_of(tenant)
         found = await self._redis.execute("HGET", name, scope_id)
         if found is None:
             sealed = self._sealer.seal(tenant, _place(scope_id, FIRST_VERSION), self._random_bytes(KEY_BYTES))
-            made = msgspec.msgpack.encode(StoredKey(FIRST_VERSION, sealed))
-            _, found = await self._redis.transaction([("HSETNX", name, scope_id, made), ("HGET", name, scope_id)])
+            made = msgspec.msgpack.encode(StoredKey(FIRST_VERSION, sealed, generation))
+            found = await self._redis.script(_MAKE, [name, self._newest], [scope_id, made, tenant, generation])
+            if found is None:
+                raise Forbidden("the scope of this grant has ended", code="scope_ended")
         stored = msgspec.msgpack.decode(found, type=StoredKey)
         key = self._sealer.unseal(tenant, _place(scope_id, stored.version), stored.sealed)
         self._cache[tenant, scope_id] = key
@@ -84,15 +99,44 @@ class ScopeKeys:
         for name in [name for name in self._cache if name[0] == tenant]:
             del self._cache[name]
 
+    async def destroy(self, tenant: TenantId, below: ScopeGeneration) -> list[str]:
+        """End the generations below `below` for good: the tombstone first, so that no key is made behind it, then the
+        keys. Returns the ids of the scopes whose key it was; without it their tags say nothing any more."""
+        await self.keep_generation(tenant, below)
+        self.forget(tenant)
+        name = self._keys_of(tenant)
+        stored = _pairs(await self._redis.execute("HGETALL", name))
+        over = [
+            scope_id.decode()
+            for scope_id, key in stored
+            if msgspec.msgpack.decode(key, type=StoredKey).generation < below
+        ]
+        if over:
+            await self._redis.execute("HDEL", name, *over)
+        return over
+
     async def generations(self) -> dict[TenantId, ScopeGeneration]:
         """The newest generation of each tenant that was ever raised."""
-        found = await self._redis.execute("HGETALL", f"{self._prefix}:generations")
-        pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        pairs = _pairs(await self._redis.execute("HGETALL", self._newest))
         return {TenantId(tenant.decode()): ScopeGeneration(int(number)) for tenant, number in pairs}
 
     async def keep_generation(self, tenant: TenantId, generation: ScopeGeneration) -> None:
         """Remember a generation over restarts; a lower one changes nothing."""
-        await self._redis.script(_RAISE, [f"{self._prefix}:generations"], [tenant, generation])
+        await self._redis.script(_RAISE, [self._newest], [tenant, generation])
+
+    @property
+    def _newest(self) -> str:
+        return f"{self._prefix}:generations"
+
+    def _keys_of(self, tenant: TenantId) -> str:
+        return f"{self._prefix}:scope-keys:{tenant}"
+
+
+def _pairs(found: Mapping[bytes, bytes] | Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """Fields and values, in either of the forms in which the client gives a hash."""
+    if isinstance(found, Mapping):
+        return list(found.items())
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def _place(scope_id: str, version: KeyVersion) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from services.prefix_cache_index.fleet import Fleet, Heard
-from services.prefix_cache_index.generations import Generations
 from services.prefix_cache_index.index import BlockIndex
 from services.prefix_cache_index.issued import IssuedTags
 from services.prefix_cache_index.scope_keys import ScopeKeys
@@ -24,7 +23,9 @@ from shared.contracts.errors import BatonError, Conflict, Unavailable, to_wire
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import ScopeGeneration, TenantId
 from shared.contracts.parts import ExtendedRun, ExtendRun
+from shared.security.generations import Generations
 from shared.security.grant_signature import GrantVerifier
+from shared.security.purge_orders import PurgeOrders
 from shared.security.scope import KvFormat
 from shared.telemetry import attributes as attr
 from shared.telemetry import metric_names as names
@@ -33,7 +34,7 @@ from shared.telemetry.metrics import Metrics
 log = logging.getLogger("baton.index")
 tracer = trace.get_tracer("baton.index")
 
-QUEUE = "prefix-cache-index"
+SERVICE = "prefix-cache-index"
 TICK_S = 1.0
 
 
@@ -68,7 +69,9 @@ class IndexService:
         self._wall = wall
         self._clock = clock
         self._generations = Generations()
-        self._tagger = Tagger(keys, IssuedTags(), self._generations)
+        self._issued = IssuedTags()
+        self._tagger = Tagger(keys, self._issued, self._generations)
+        self._purges = PurgeOrders(bus, SERVICE, SERVICE, self._purge, self._generations)
         self._subscriptions: list[Subscription] = []
         self._news = asyncio.Event()
         self._unsaved: dict[TenantId, ScopeGeneration] = {}
@@ -84,13 +87,15 @@ class IndexService:
             await bus.subscribe(subjects.POLICY_EVENTS, m.PolicyEvent, self.on_policy_event),
             await bus.subscribe(subjects.ANY_INDEX_EVENTS, m.BlockEvents, self.on_block_events),
             await bus.subscribe(subjects.ANY_WORKER_BEAT, m.WorkerBeat, self.on_beat),
-            await bus.serve(subjects.INDEX_EXTEND, m.Extend, self.extend, queue=QUEUE),
-            await bus.serve(subjects.INDEX_MATCH, m.Match, self.match, queue=QUEUE),
+            await bus.serve(subjects.INDEX_EXTEND, m.Extend, self.extend, queue=SERVICE),
+            await bus.serve(subjects.INDEX_MATCH, m.Match, self.match, queue=SERVICE),
         ]
+        await self._purges.start()
         self._ticking = asyncio.create_task(self._tick_until_stopped())
 
     async def stop(self) -> None:
         """Take no new questions first, then stop listening."""
+        await self._purges.stop()
         for subscription in reversed(self._subscriptions):
             await subscription.stop()
         self._subscriptions.clear()
@@ -162,6 +167,13 @@ class IndexService:
         event: m.PolicyEvent = delivery.message
         if event.kind == "scope_raised":
             self._rise(event.tenant, event.generation)
+
+    async def _purge(self, order: m.PurgeOrder) -> Mapping[str, int]:
+        """The tombstone is durable and the scopes' keys are destroyed when this returns. Raises Unavailable."""
+        self._rise(order.tenant, order.generation)
+        scopes = await self._keys.destroy(order.tenant, order.generation)
+        tags = self.index.forget(self._issued.forget(frozenset(scopes)))
+        return {"scope_keys": len(scopes), "tags": tags}
 
     async def _matched(self, grant: Grant, token_ids: bytes, span: Span) -> m.Matched:
         answer = m.Matched(scope_generation=grant.scope.generation)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.prefix_cache_index.generations import Generations
 from services.prefix_cache_index.issued import IssuedTags
 from services.prefix_cache_index.scope_keys import ScopeKeys
 from shared.contracts.errors import Forbidden, ProtocolError
 from shared.contracts.grants import Grant
 from shared.contracts.ids import BlockTag
 from shared.contracts.parts import ExtendRun, GroupTags
+from shared.security.generations import Generations
 from shared.security.scope import KvFormat, scope_id
 from shared.security.tags import TOKEN_BYTES, matchable_blocks, salted_key, tag_chain
 
@@ -63,7 +63,7 @@ class Tagger:
     async def _scope(self, grant: Grant, kv_format: KvFormat) -> tuple[str, bytes]:
         self.generations.check(grant.scope)
         scope = scope_id(grant.scope, kv_format)
-        key = await self.keys.key(grant.tenant, scope)
+        key = await self.keys.key(grant.tenant, scope, grant.scope.generation)
         # The scope may have ended while the key was read.
         self.generations.check(grant.scope)
         if grant.scope.salt:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from services.scheduler import forecast
 from services.scheduler.book import Book
@@ -29,6 +30,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Cancelled, Conflict, DeadlineExceeded, Overloaded, Unavailable, to_wire
 from shared.contracts.grants import CLASSES, Grant
 from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
+from shared.security.generations import purged
 
 LISTING_GRACE_S = 3.0
 """A beat this soon after a submit may have left before it."""
@@ -141,6 +143,17 @@ class RequestTable:
         elif record is None and (ended is None or ended < attempt.epoch):
             book.ended.add(attempt.request_id, attempt.epoch, dropped=True, now=now)
         return self._pumped(now)
+
+    def purge(self, now: float, is_over: Callable[[Grant], bool]) -> tuple[int, list[Effect]]:
+        """Requests of a scope that is over are forgotten: those that wait are refused, those that run end at their
+        worker. How many there were."""
+        over = [record for record in self._book.records.values() if is_over(record.grant)]
+        for record in over:
+            if record.state in (State.PLACED, State.LOST):
+                self._book.end(now, record, dropped=True)
+            else:
+                self._book.refuse(now, record, to_wire(purged()))
+        return len(over), self._pumped(now)
 
     def ingress_beat(self, now: float, beat: m.GatewayBeat) -> list[Effect]:
         """Drop what the ingress has waiting here and, twice in a row, does not list.

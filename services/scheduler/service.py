@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -33,6 +33,7 @@ from shared.contracts.grants import Grant
 from shared.contracts.ids import Epoch, RequestId, Term, WorkerId
 from shared.contracts.message import decode
 from shared.lifecycle.tasks import end_tasks, every
+from shared.security.purge_orders import PurgeOrders
 from shared.telemetry import attributes as a
 from shared.telemetry.metrics import Metrics
 
@@ -66,6 +67,7 @@ class SchedulerService:
         self._bus = bus
         self._settings = settings
         self._clock = clock
+        self._purges = PurgeOrders(bus, "scheduler", settings.scheduler_id, self._purge)
         self._workers = WorkerRegistry(settings.pool, settings.worker_lease_s)
         self._ingresses = IngressRegistry(settings.ingress_lease_s)
         self._leadership = Leadership(settings.leader_ttl_s, margin_s=min(1.0, settings.leader_ttl_s / 4))
@@ -102,6 +104,7 @@ class SchedulerService:
             (subjects.sched_beat(self._settings.pool), m.SchedulerBeat, self._on_scheduler_beat),
         ):
             self._subscriptions.append(await self._bus.subscribe(subject, kind, handler))
+        await self._purges.start()
         for step, pause in (
             (self._renew, self._leadership.renew_every_s),
             (self._tick, self._pause_s),
@@ -112,6 +115,7 @@ class SchedulerService:
     async def stop(self) -> None:
         """Take no more submits, give the lease up so that a standby leads at once, drop what is queued: the ingresses
         send it to the next leader."""
+        await self._purges.stop()
         await end_tasks(self._loops)
         await end_tasks(self._hops)
         led = self._leadership.term is not None
@@ -238,6 +242,7 @@ class SchedulerService:
             if delivery.remaining_s(self._clock) <= 0:
                 raise DeadlineExceeded("the submit's budget was spent before it was read")
             grant = decode(submit.grant.payload, Grant)
+            self._purges.generations.require_live(grant.scope)
             self._spans.queued(submit.attempt.request_id, delivery.context)
             answer, effects = table.submit(self._clock(), submit, grant)
             self._run(effects)
@@ -250,6 +255,13 @@ class SchedulerService:
             else:
                 span.set_attribute(a.STATUS, answer.error.code)
             return answer
+
+    async def _purge(self, order: m.PurgeOrder) -> Mapping[str, int]:
+        if self._table is None:
+            return {"requests": 0}
+        count, effects = self._table.purge(self._clock(), lambda grant: self._purges.generations.is_over(grant.scope))
+        self._run(effects)
+        return {"requests": count}
 
     def _on_worker_beat(self, delivery: Delivery) -> None:
         beat, now = delivery.message, self._clock()

@@ -36,12 +36,8 @@ def stream_name(hop: str) -> str:
 
 
 SETTLE_STREAM = stream_name("policy.settle")
-PURGE_ORDER_STREAM = stream_name("purge.order")
 PURGE_ACK_STREAM = stream_name("purge.ack")
 AUDIT_STREAM = stream_name("audit")
-
-# A purge order has one durable consumer for every owner of copies, so an acknowledgement must not remove it.
-_FAN_OUT = {PURGE_ORDER_STREAM}
 
 SUBMIT_HOP, ITEM_HOP = "batch.submit", "batch.item"
 MAX_LINE_BYTES = 1024 * 1024
@@ -52,7 +48,7 @@ STREAMS: dict[str, StreamSpec] = {
     stream_name(hop.name): StreamSpec(
         stream_name(hop.name),
         hop.pattern,
-        work_queue=stream_name(hop.name) not in _FAN_OUT,
+        work_queue=True,
         refuse_when_full=hop.name == ITEM_HOP,
     )
     for hop in subjects.HOPS

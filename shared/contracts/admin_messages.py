@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.contracts.ids import TenantId
+from shared.contracts.ids import ScopeGeneration, TenantId
 from shared.contracts.message import Message
 
 
@@ -39,6 +39,67 @@ class TenantsQuery(Message, frozen=True, kw_only=True):
     """command line → policy: what is known of a tenant; of all when `tenant` is empty."""
 
     tenant: TenantId = TenantId("")
+
+
+class PurgeStart(Message, frozen=True, kw_only=True):
+    """command line → policy: end the tenant's scope, and take what is kept of it everywhere.
+
+    `remove`: its keys open nothing any more either. `gone`: workers whose machine's memory is known to be lost, of the
+    purge `purge_id`, which waits for them; the rest does not count then.
+    """
+
+    tenant: TenantId = TenantId("")
+    reason: str = ""
+    cache_only: bool = False
+    remove: bool = False
+    purge_id: str = ""
+    gone: tuple[str, ...] = ()
+
+
+class PurgeQuery(Message, frozen=True, kw_only=True):
+    """command line → policy: a purge as it stands; the latest ones when `purge_id` is empty."""
+
+    purge_id: str = ""
+
+
+class SignedReceipt(msgspec.Struct, frozen=True):
+    """`payload` is the JSON of a `PurgeReceipt`, `signature` policy's Ed25519 signature over it in hex, `key_id` which
+    key."""
+
+    payload: str
+    signature: str
+    key_id: str
+
+
+class OwnerReceipt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one owner of copies took. `owner` is a process or a service; `at_s` unix seconds."""
+
+    owner: str
+    at_s: float
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class PurgeReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """A purge as it stood at `issued_s`. `generation` is the first that lives: what was below it has ended. Owners in
+    `pending` have not said yet that nothing is left with them. Times in unix seconds."""
+
+    purge_id: str
+    tenant: TenantId
+    generation: ScopeGeneration
+    reason: str
+    cache_only: bool
+    removed: bool
+    ordered_s: float
+    issued_s: float
+    complete: bool
+    owners: tuple[OwnerReceipt, ...] = ()
+    pending: tuple[str, ...] = ()
+
+
+class Purges(Message, frozen=True, kw_only=True):
+    """policy → command line: signed receipts of purges, the newest first."""
+
+    receipts: tuple[SignedReceipt, ...] = ()
 
 
 class KeyInfo(msgspec.Struct, frozen=True, omit_defaults=True):

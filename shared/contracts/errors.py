@@ -30,6 +30,8 @@ import msgspec
 
 WORKER_STOPPING = "worker_stopping"
 """Code of the error with which a worker that is stopped on purpose ends what it still runs."""
+PURGED = "purged"
+"""Code of the error with which a request of a purged tenant ends."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -13,7 +13,6 @@ from shared.contracts.grants import Limits, SignedGrant
 from shared.contracts.ids import (
     Incarnation,
     IngressId,
-    KeyVersion,
     RequestId,
     ScopeGeneration,
     TenantId,
@@ -282,23 +281,6 @@ class Replay(Message, frozen=True, kw_only=True):
     number: int
 
 
-class Purge(Message, frozen=True, kw_only=True):
-    """admin → index, `index.purge`: end a scope generation."""
-
-    tenant: TenantId
-    authorization: tuple[str, ...] = ()
-    reason: str = ""
-
-
-class PurgeReceipt(Message, frozen=True, kw_only=True):
-    """index → admin: what was ended, and which workers have not answered yet."""
-
-    purge_id: str
-    key_version: KeyVersion
-    generation: ScopeGeneration
-    pending: tuple[WorkerId, ...] = ()
-
-
 # ---------------------------------------------------------------------------------------------- workers
 
 
@@ -536,20 +518,29 @@ class SpanBatch(Message, frozen=True, kw_only=True):
 
 
 class PurgeOrder(Message, frozen=True, kw_only=True):
-    """index → owners of copies, JetStream `purge.order`: overwrite and forget."""
+    """policy → owners of copies, `purge.order`: end what runs, overwrite and forget what the tenant's generations below
+    `generation` left. Kept by policy and published again until every owner has acknowledged, so it may come twice.
+    """
 
     purge_id: str
     tenant: TenantId
     generation: ScopeGeneration
     reason: str = ""
+    ordered_s: float = 0.0  # unix seconds
+    cache_only: bool = False  # what the tenant stored on purpose stays: responses, keyed answers, files, batches
 
 
 class PurgeAck(Message, frozen=True, kw_only=True):
-    """owner → index, JetStream `purge.ack`."""
+    """owner → policy, JetStream `purge.ack.<service>`: nothing of it is left here.
+
+    With an empty `purge_id`: the pools of the workers in `wiped` are gone, whatever was asked of them.
+    """
 
     purge_id: str
-    owner: str
-    counts: tuple[int, ...] = ()
+    owner: str  # id of a process, or name of a service whose processes share what they keep
+    counts: dict[str, int] = msgspec.field(default_factory=dict)  # of what was taken, by kind
+    service: str = ""
+    wiped: tuple[WorkerId, ...] = ()
 
 
 class AuditRecord(Message, frozen=True, kw_only=True):

@@ -34,9 +34,7 @@ POLICY_SETTLE = f"{PREFIX}.policy.settle"
 POLICY_EVENTS = f"{PREFIX}.policy.events"
 INDEX_MATCH = f"{PREFIX}.index.match"
 INDEX_EXTEND = f"{PREFIX}.index.extend"
-INDEX_PURGE = f"{PREFIX}.index.purge"
 PURGE_ORDER = f"{PREFIX}.purge.order"
-PURGE_ACK = f"{PREFIX}.purge.ack"
 BATCH_FILES = f"{PREFIX}.batch.files"
 BATCH_JOBS = f"{PREFIX}.batch.jobs"
 
@@ -105,6 +103,10 @@ def audit(service: str) -> str:
     return f"{PREFIX}.audit.{_id(service)}"
 
 
+def purge_ack(service: str) -> str:
+    return f"{PREFIX}.purge.ack.{_id(service)}"
+
+
 def batch_submit(tenant: TenantId) -> str:
     """Where a tenant publishes its batch lines."""
     return f"{PREFIX}.batch.submit.{_id(tenant)}"
@@ -128,6 +130,7 @@ ANY_WORKER_BEAT = f"{PREFIX}.worker.*.beat"
 ANY_GATEWAY_BEAT = f"{PREFIX}.gateway.*.beat"
 ANY_SCHED_BEAT = f"{PREFIX}.sched.*.beat"
 ANY_TRACE = f"{PREFIX}.trace.*"
+ANY_PURGE_ACK = f"{PREFIX}.purge.ack.*"
 ANY_INDEX_EVENTS = f"{PREFIX}.index.events.*"
 ANY_BATCH_SUBMIT = f"{PREFIX}.batch.submit.*"
 ANY_BATCH_RESULTS = f"{PREFIX}.batch.results.*"
@@ -160,6 +163,8 @@ TENANT = "tenant"
 ADMIN = "admin"
 """Not a service: the NATS user of the command line on the machine that holds the stack's secrets."""
 WORKERS = ("prefill", "decode")
+COPIES = (*INGRESS, "scheduler", "prefix-cache-index", *WORKERS)
+"""Services that hold something of a request which a purge has to reach, beside policy itself."""
 SERVICES = (*INGRESS, "policy", "scheduler", "prefix-cache-index", *WORKERS)
 """The service names of subjects, NATS users and `service.name`: ids, so with hyphens."""
 
@@ -189,8 +194,8 @@ HOPS: tuple[Hop, ...] = (
         POLICY_ADMIN,
         (ADMIN,),
         ("policy",),
-        am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery,
-        am.Tenants,
+        am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery | am.PurgeStart | am.PurgeQuery,
+        am.Tenants | am.Purges,
     ),
     Hop(
         "policy.idempotency",
@@ -235,7 +240,14 @@ HOPS: tuple[Hop, ...] = (
     ),
     Hop("sched.submit", "request", f"{PREFIX}.sched.*.submit", INGRESS, ("scheduler",), m.Submit, m.Queued | m.Refusal),
     Hop("sched.withdraw", "publish", f"{PREFIX}.sched.*.withdraw", INGRESS, ("scheduler",), m.Withdraw),
-    Hop("sched.beat", "publish", ANY_SCHED_BEAT, ("scheduler",), (*INGRESS, "scheduler", *WORKERS), m.SchedulerBeat),
+    Hop(
+        "sched.beat",
+        "publish",
+        ANY_SCHED_BEAT,
+        ("scheduler",),
+        (*INGRESS, "policy", "scheduler", *WORKERS),
+        m.SchedulerBeat,
+    ),
     Hop(
         "gateway.event",
         "request",
@@ -256,7 +268,6 @@ HOPS: tuple[Hop, ...] = (
     Hop("gateway.ask", "request", f"{PREFIX}.gateway.*.ask", ("policy",), INGRESS, i.IngressAsked, i.IngressHere),
     Hop("index.match", "request", INDEX_MATCH, ("scheduler",), ("prefix-cache-index",), m.Match, m.Matched | m.Refusal),
     Hop("index.extend", "request", INDEX_EXTEND, WORKERS, ("prefix-cache-index",), m.Extend, m.Extended | m.Refusal),
-    Hop("index.purge", "request", INDEX_PURGE, (ADMIN,), ("prefix-cache-index",), m.Purge, m.PurgeReceipt | m.Refusal),
     Hop("index.replay", "publish", f"{PREFIX}.index.replay.*", ("prefix-cache-index",), WORKERS, m.Replay),
     Hop("index.events", "publish", ANY_INDEX_EVENTS, WORKERS, ("prefix-cache-index",), m.BlockEvents),
     Hop(
@@ -309,13 +320,13 @@ HOPS: tuple[Hop, ...] = (
         "publish",
         ANY_WORKER_BEAT,
         WORKERS,
-        ("scheduler", "prefix-cache-index", *INGRESS, *WORKERS),
+        ("scheduler", "prefix-cache-index", "policy", *INGRESS, *WORKERS),
         m.WorkerBeat,
     ),
     Hop("stream", "publish", f"{PREFIX}.stream.*", ("decode",), INGRESS, m.StreamFrame),
     Hop("trace", "publish", f"{PREFIX}.trace.*", SERVICES, GATEWAY, m.SpanBatch),
-    Hop("purge.order", "stream", PURGE_ORDER, ("prefix-cache-index", "policy"), ("policy", *WORKERS), m.PurgeOrder),
-    Hop("purge.ack", "stream", PURGE_ACK, ("policy", *WORKERS), ("prefix-cache-index",), m.PurgeAck),
+    Hop("purge.order", "publish", PURGE_ORDER, ("policy",), COPIES, m.PurgeOrder),
+    Hop("purge.ack", "stream", ANY_PURGE_ACK, COPIES, ("policy",), m.PurgeAck),
     Hop(
         "audit",
         "stream",
@@ -332,4 +343,5 @@ HOPS: tuple[Hop, ...] = (
     Hop("batch.results", "request", ANY_BATCH_RESULTS, (TENANT,), ("batch",), bytes, bytes),
     Hop("batch.done", "publish", ANY_BATCH_DONE, ("batch",), (TENANT,), bytes),
 )
-"""The whole table. `audit.<service>` and `trace.<service>` are narrowed to the sender's own name in permissions."""
+"""The whole table. In permissions `audit.<service>`, `trace.<service>` and `purge.ack.<service>` are narrowed to the
+sender's own name."""

@@ -34,7 +34,6 @@ from shared.kv.device_pool import DevicePool, create_device_pool
 from shared.kv.device_spans import warm
 from shared.kv.device_transfer import DeviceTransport
 from shared.kv.layout import LayerGroup, fingerprint, pool_layout
-from shared.kv.pool import sweep
 from shared.model.config import layer_groups
 from shared.model.device_decoder import DeviceDecoder, load_device_decoder
 from shared.model.digest import model_digest
@@ -62,8 +61,6 @@ def open_device_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
     kv_dtype = kv_dtype_on_gpu(options.kv_dtype, options.dtype, torch.cuda.get_device_capability(device))
     options = replace(options, kv_dtype=kv_dtype)
     options.kv_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in sweep(options.kv_dir):
-        log.warning("removed a pool file without an owner: %s", path.name)
     with _alone(options.kv_dir), torch.inference_mode():
         before = free_bytes(device)
         model = load_device_decoder(

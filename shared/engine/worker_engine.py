@@ -17,7 +17,7 @@ from typing import Protocol
 
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import InvalidInput, SettingsError
-from shared.contracts.ids import WorkerId
+from shared.contracts.ids import WorkerId, is_id
 from shared.contracts.parts import ItlTarget, StepModel
 from shared.engine.batcher import Batcher
 from shared.engine.batcher_config import BatcherConfig
@@ -34,6 +34,7 @@ from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeMode
 from shared.grammar.compiler import LazyCompiler
 from shared.kv.eviction import Eviction
 from shared.kv.layout import PoolLayout
+from shared.kv.pool_file import SUFFIX, sweep
 from shared.kv.transfer import SharedMemoryTransport, Transport, digest_blocks
 from shared.kv.transfer_options import AS_DEFAULT, TransferOptions
 from shared.lifecycle.memory import give_back
@@ -126,6 +127,7 @@ class WorkerEngine:
     grammars: LazyCompiler | None = None  # None: it samples under no grammar
     quick_rows: Callable[[], tuple[int, int]] | None = None  # as `NativeDecoder.quick_rows`
     again: Again | None = None  # as of `Engine`
+    swept: tuple[WorkerId, ...] = ()  # workers whose pool files were found without an owner, and overwritten
     on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
@@ -269,6 +271,15 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
     Raises:
         SettingsError: model, pool or folder can't be used, or exact mode can't be kept on this machine.
     """
+    swept = sweep(options.kv_dir) if options.kv_dir.exists() else []
+    for path in swept:
+        log.warning("removed a pool file without an owner: %s", path.name)
+    core = _open(options, worker)
+    core.swept = tuple(WorkerId(name) for path in swept if is_id(name := path.name.removesuffix(SUFFIX)))
+    return core
+
+
+def _open(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     if options.fake:
         from shared.engine.worker_fake import open_fake
 
@@ -311,7 +322,7 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     from shared.engine.worker_quality import told_quality
     from shared.grammar.row_masks import RowMasks
     from shared.kv.layout import fingerprint, pool_layout
-    from shared.kv.pool import create_pool, sweep
+    from shared.kv.pool import create_pool
     from shared.model.config import layer_groups
     from shared.model.decoder import configuration_of, load_decoder
     from shared.model.digest import model_digest
@@ -320,9 +331,6 @@ def _open_real(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.kv_dir.exists():
-        for path in sweep(options.kv_dir):
-            log.warning("removed a pool file without an owner: %s", path.name)
     model = load_decoder(
         options.model_dir,
         options.dtype,

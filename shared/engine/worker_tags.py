@@ -124,6 +124,10 @@ class TagChains:
             entry.closed = True
             self._drop_if_over(seq_id, entry)
 
+    def forget(self, seq_id: str) -> None:
+        """None of its blocks is to be tagged any more, those that wait included."""
+        self._entries.pop(seq_id, None)
+
     def take_runs(self) -> list[AskedRun]:
         """Runs to ask the index for, each to be answered by `extended` or `failed`."""
         runs: list[AskedRun] = []

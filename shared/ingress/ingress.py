@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,7 @@ from shared.contracts.messages import (
     Identity,
     Placed,
     PlacementRefused,
+    PurgeOrder,
     Refusal,
     SchedulerBeat,
     StreamFrame,
@@ -49,6 +50,8 @@ from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModels
 from shared.ingress.session import Session, SessionHooks
 from shared.lifecycle.tasks import end_tasks
+from shared.security.generations import purged
+from shared.security.purge_orders import PurgeOrders
 from shared.telemetry import attributes as a
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.setup import Telemetry
@@ -66,6 +69,8 @@ SHUTTING_DOWN = "shutting_down"
 
 OnBeat = Callable[[SchedulerBeat | WorkerBeat, float], None]
 """Hears every beat of the pools served, and when it came (monotonic seconds)."""
+OnPurge = Callable[[PurgeOrder], Mapping[str, int]]
+"""Forgets what an ingress keeps in memory of a tenant beside its requests; how much that was, by kind."""
 
 
 class Ingress:
@@ -85,6 +90,7 @@ class Ingress:
         models: ServedModels,
         *,
         on_beat: OnBeat | None = None,
+        on_purge: OnPurge | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,12 +107,14 @@ class Ingress:
         self._drained = False
         self._bus = bus
         self._on_beat = on_beat
+        self._on_purge = on_purge
         self._clock = clock
         self._terms = dict.fromkeys(models.pools, Term(0))
         self._beats = 0
         self._asked: set[WorkerId] = set()
         self._opening = 0  # requests that may hold a reservation but have no session yet
         self._settled = asyncio.Event()
+        self.purges = PurgeOrders(bus, config.service, config.ingress_id, self._purge)
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -122,6 +130,7 @@ class Ingress:
         for pool in self.models.pools:
             beat = subjects.sched_beat(pool)
             self._subscriptions.append(await bus.subscribe(beat, SchedulerBeat, self._on_scheduler_beat))
+        await self.purges.start()
         self._run(self._every(self.config.tick_s, self._tick))
         self._run(self._every(self.config.beat_s, self._beat))
         return self
@@ -133,6 +142,7 @@ class Ingress:
         await self.drain()
         for subscription in self._subscriptions:
             await subscription.stop()
+        await self.purges.stop()
         await end_tasks(self._tasks)
 
     async def drain(self) -> None:
@@ -215,6 +225,7 @@ class Ingress:
         if grant.request_id != ask.request_id:
             raise ProtocolError("policy granted another request")
         span.set_attribute(a.CLASS, grant.klass)
+        self.purges.generations.require_live(grant.scope)
         session = Session(
             plan,
             granted.grant,
@@ -247,6 +258,14 @@ class Ingress:
         if isinstance(reply, Refusal):
             raise from_wire(reply.error)
         return reply
+
+    async def _purge(self, order: PurgeOrder) -> Mapping[str, int]:
+        """End every request of a scope that is over with an error, and forget what else is kept of the tenant."""
+        over = [session for session in self.sessions.values() if self.purges.generations.is_over(session.scope)]
+        for session in over:
+            session.fail(purged())
+        more = self._on_purge(order) if self._on_purge is not None else {}
+        return {"requests": len(over), **more}
 
     # ------------------------------------------------------------------------------------------ news
 

@@ -105,6 +105,7 @@ class Session:
     ) -> None:
         self.plan = plan
         self.klass = grant.klass
+        self.scope = grant.scope
         self.num_choices = plan.n
         self.model = model
         self.request_id = grant.request_id

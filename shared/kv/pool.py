@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,8 +23,6 @@ from shared.contracts.ids import WorkerId, is_id
 from shared.kv.huge_pages import HugeMapping
 from shared.kv.layout import PoolLayout
 from shared.kv.pool_file import SUFFIX, make_locked
-
-_WIPE_BYTES = 1 << 20
 
 
 class Pool:
@@ -114,36 +111,6 @@ def create_pool(folder: Path, worker_id: WorkerId, layout: PoolLayout) -> Pool:
             raise SettingsError(f"cannot make a KV pool in {folder}: {exc.strerror}", param="kv_dir") from exc
         raise
     return pool
-
-
-def sweep(folder: Path) -> list[Path]:
-    """Overwrite and remove every pool file in `folder` that has no owner. Returns the paths removed."""
-    return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if _remove_unowned(path)]
-
-
-def _remove_unowned(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(fd).st_nlink == 0:
-            return False
-        _wipe(fd)
-        path.unlink()
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-def _wipe(fd: int) -> None:
-    size = os.fstat(fd).st_size
-    zeros = bytes(_WIPE_BYTES)
-    for offset in range(0, size, _WIPE_BYTES):
-        os.pwrite(fd, zeros[: size - offset], offset)
 
 
 def _allocate(fd: int, folder: Path, size: int) -> None:

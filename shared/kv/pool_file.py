@@ -1,4 +1,5 @@
-"""How a pool file begins: under a temporary name, locked by its owner before anybody may take it for a leaving."""
+"""How a pool file begins, under a temporary name, locked by its owner before anybody may take it for a leaving; and how
+it ends where its owner died: whoever finds it overwrites it and removes it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from shared.contracts.errors import SettingsError
 SUFFIX = ".kvpool"
 _TEMP_PREFIX = ".tmp-"
 _TRIES = 8
+_WIPE_BYTES = 1 << 20
 
 
 def make_locked(folder: Path) -> tuple[int, Path]:
@@ -40,3 +42,33 @@ def make_locked(folder: Path) -> tuple[int, Path]:
     except OSError as exc:
         raise SettingsError(f"cannot make a KV pool in {folder}: {exc.strerror}", param="kv_dir") from exc
     raise SettingsError(f"cannot make a KV pool in {folder}: it is removed each time", param="kv_dir")
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Overwrite and remove every pool file in `folder` that has no owner. Returns the paths removed."""
+    return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if _remove_unowned(path)]
+
+
+def _remove_unowned(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_nlink == 0:
+            return False
+        _wipe(fd)
+        path.unlink()
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _wipe(fd: int) -> None:
+    size = os.fstat(fd).st_size
+    zeros = bytes(_WIPE_BYTES)
+    for offset in range(0, size, _WIPE_BYTES):
+        os.pwrite(fd, zeros[: size - offset], offset)

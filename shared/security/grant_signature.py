@@ -55,7 +55,11 @@ class GrantSigner:
     def sign(self, grant: Grant) -> SignedGrant:
         """The grant with its signature."""
         payload = encode(grant)
-        return SignedGrant(payload=payload, signature=self._key.sign(DOMAIN + payload), key_id=self.key_id)
+        return SignedGrant(payload=payload, signature=self.sign_bytes(DOMAIN, payload), key_id=self.key_id)
+
+    def sign_bytes(self, domain: bytes, payload: bytes) -> bytes:
+        """The signature over something that is not a grant, of a domain of its own."""
+        return self._key.sign(domain + payload)
 
 
 def private_pem(key: Ed25519PrivateKey) -> bytes:

@@ -70,6 +70,13 @@ class TraceBuffer:
         while self._bytes > self._max_bytes and len(self._traces) > 1:
             self._drop_oldest()
 
+    def forget(self, tenant: str) -> int:
+        """Drop a tenant's traces; how many. Whose one is whose root has not come yet, nobody knows."""
+        gone = [trace_id for trace_id in self._traces if self._tenants.get(trace_id) == tenant]
+        for trace_id in gone:
+            self._drop(trace_id)
+        return len(gone)
+
     def get(self, wanted: str, tenant: str | None = None) -> list[SpanRecord]:
         """Spans of a trace, by trace id, request id, or an unambiguous beginning of either; in order of their start.
 
@@ -113,7 +120,10 @@ class TraceBuffer:
         return starts.pop() if len(starts) == 1 else ""
 
     def _drop_oldest(self) -> None:
-        trace_id, spans = self._traces.popitem(last=False)
+        self._drop(next(iter(self._traces)))
+
+    def _drop(self, trace_id: str) -> None:
+        spans = self._traces.pop(trace_id)
         self._bytes -= self._sizes.pop(trace_id)
         self._tenants.pop(trace_id, None)
         for span in spans.values():

@@ -146,9 +146,8 @@ def test_table_patterns_cover_the_built_subjects() -> None:
         subjects.POLICY_EVENTS,
         subjects.INDEX_MATCH,
         subjects.INDEX_EXTEND,
-        subjects.INDEX_PURGE,
         subjects.PURGE_ORDER,
-        subjects.PURGE_ACK,
+        subjects.purge_ack("decode"),
     }
 
     def matches(pattern: str, subject: str) -> bool:

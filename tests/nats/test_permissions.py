@@ -20,11 +20,18 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from services.cli.nats_config import MAX_TENANT_SUBSCRIPTIONS, USERS, nats_config, tenant_inbox, tenant_user
+from services.cli.nats_config import (
+    MAX_TENANT_SUBSCRIPTIONS,
+    OWN_NAME_HOPS,
+    USERS,
+    nats_config,
+    tenant_inbox,
+    tenant_user,
+)
 from shared.bus.bus import Bus, Delivery, DurableHandler
 from shared.bus.nats_bus import NatsBus, flush
 from shared.bus.nats_connection import connect_bus
-from shared.bus.streams import AUDIT_STREAM, MAX_LINE_BYTES, PURGE_ORDER_STREAM, SETTLE_STREAM, submit_stream
+from shared.bus.streams import AUDIT_STREAM, MAX_LINE_BYTES, PURGE_ACK_STREAM, SETTLE_STREAM, submit_stream
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import Forbidden, QuotaExceeded
@@ -101,7 +108,8 @@ FOREIGN_KV = ("$KV.baton-leases.x", "$JS.API.STREAM.CREATE.KV_baton-leases", "$K
 
 
 def published_by(service: str) -> set[str]:
-    own = {example(hop.pattern) for hop in HOPS if service in hop.senders and hop.name not in ("trace", "audit")}
+    own = {example(hop.pattern) for hop in HOPS if service in hop.senders and hop.name not in OWN_NAME_HOPS}
+    own |= {subjects.purge_ack(service)} if service in subjects.COPIES else set()
     return own | ({subjects.trace(service), subjects.audit(service)} if service in SERVICES else set())
 
 
@@ -112,7 +120,7 @@ def received_by(service: str) -> set[str]:
 @pytest.mark.parametrize("service", USERS)
 async def test_publish(server: NatsServer, service: str) -> None:
     everything = {example(hop.pattern) for hop in HOPS}
-    everything |= {build(name) for build in (subjects.trace, subjects.audit) for name in SERVICES}
+    everything |= {build(name) for build in (subjects.trace, subjects.audit, subjects.purge_ack) for name in SERVICES}
     everything |= {*FOREIGN, "anything", "_INBOX.x", *(f"_INBOX_{other}.x" for other in USERS)}
     everything |= {subject for tenant in TENANTS for subject in tenants_subjects(tenant)}
     if service != "scheduler":
@@ -208,11 +216,9 @@ async def test_a_worker_cannot_make_a_stream_that_copies_what_others_say(server:
     """NATS asks nobody's permission for the subjects of a stream, so who may make one can read everything."""
     errors: list[str] = []
     async with raw(server, service, errors) as client:
-        wanted = {"name": PURGE_ORDER_STREAM, "subjects": [subjects.sched_submit("x")], "storage": "memory"}
+        wanted = {"name": PURGE_ACK_STREAM, "subjects": [subjects.sched_submit("x")], "storage": "memory"}
         with pytest.raises(nats.errors.TimeoutError):
-            await client.request(
-                f"$JS.API.STREAM.CREATE.{PURGE_ORDER_STREAM}", json.dumps(wanted).encode(), timeout=0.5
-            )
+            await client.request(f"$JS.API.STREAM.CREATE.{PURGE_ACK_STREAM}", json.dumps(wanted).encode(), timeout=0.5)
     assert any("permissions violation" in error.lower() for error in errors)
 
 

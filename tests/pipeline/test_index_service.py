@@ -403,7 +403,7 @@ async def test_keys_outlive_the_process_sealed(world: World) -> None:
 
 async def test_replicas_that_meet_a_scope_at_once_agree_on_its_key(world: World) -> None:
     replicas = [ScopeKeys(world.redis, Sealer(MASTER), secrets.token_bytes, world.prefix) for _ in range(8)]
-    keys = await asyncio.gather(*(replica.key(TenantId("a"), "scope") for replica in replicas))
+    keys = await asyncio.gather(*(replica.key(TenantId("a"), "scope", ScopeGeneration(1)) for replica in replicas))
     assert len(set(keys)) == 1
 
 

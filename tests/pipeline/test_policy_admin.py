@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.policy.accounts import Accounts
 from services.policy.admin import Admin
 from services.policy.admin_desk import AdminDesk
+from services.policy.ingress_watch import IngressWatch
+from services.policy.purges import Purges
 from services.policy.quota import Asker
 from services.policy.records import Records
 from services.policy.tenants import OwnLimits
@@ -24,10 +27,12 @@ from shared.contracts import subjects
 from shared.contracts.errors import Conflict, InvalidInput
 from shared.contracts.grants import Limits
 from shared.contracts.ids import TenantId
+from shared.security.grant_signature import GrantSigner
 from shared.store.redis_store import connect_redis
 from tests.servers import RedisServer
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
+SIGNER = GrantSigner(Ed25519PrivateKey.generate())
 Ask = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery
 
 
@@ -68,7 +73,9 @@ async def policy(redis_server: RedisServer) -> AsyncIterator[Policy]:
 
         await bus.consume(AUDIT_STREAM, subjects.audit("policy"), m.AuditRecord, on_audit, durable="test")
         await found.bus.subscribe(subjects.POLICY_EVENTS, m.PolicyEvent, lambda d: found.events.append(d.message))
-        desk = AdminDesk(bus, Admin(bus, redis, records), records, found.accounts)
+        admin = Admin(bus, redis, records)
+        purges = Purges(bus, redis, admin, (), IngressWatch(), SIGNER, prefix=prefix, listened_s=0.0)
+        desk = AdminDesk(bus, admin, records, found.accounts, purges)
         await desk.start()
         yield found
         await desk.stop()

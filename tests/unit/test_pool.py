@@ -16,7 +16,8 @@ from shared.kv import huge_pages
 from shared.kv import pool as pool_module
 from shared.kv.huge_pages import HUGE_PAGE
 from shared.kv.layout import LayerGroup, PoolLayout
-from shared.kv.pool import Pool, create_pool, sweep
+from shared.kv.pool import Pool, create_pool
+from shared.kv.pool_file import sweep
 from shared.kv.transfer import PeerPool, owner_lives
 
 FULL = LayerGroup("full", (0, 2), num_kv_heads=2, head_dim=4, block_size=16, dtype="float32")
