@@ -51,10 +51,15 @@ class Wish:
 
     def digest(self, root: Path = ROOT) -> str:
         """Changes whenever an environment made earlier would no longer do."""
-        state = hashlib.sha256(f"{TORCH} {self.torch} {sys.version_info[:2]} {root}".encode())
+        state = hashlib.sha256(f"{TORCH} {self.torch} {sys.version_info[:2]} {home(root)}".encode())
         for path in self.pins:
             state.update(path.read_bytes())
         return state.hexdigest()
+
+
+def home(root: Path) -> Path:
+    """The folder in which the environment of `root` lies: another one where `.venv` is a link into that."""
+    return (root / ".venv").resolve().parent
 
 
 def wishes(root: Path, with_tests: bool, extras: str) -> Wish:
@@ -102,7 +107,7 @@ def ensure(wish: Wish, root: Path, say: Callable[[str], None] | None = None) -> 
     say = say or (lambda line: print(f"  {line}", file=sys.stderr, flush=True))
     check_machine(sys.platform, platform.machine())
     check_modules(lambda name: importlib.util.find_spec(name) is not None)
-    with setup_lock(root, say):
+    with setup_lock(home(root), say):
         # Another start may have made it while this one waited.
         if not satisfied(wish, root):
             _make(wish, root, say)
@@ -169,7 +174,7 @@ def _make(wish: Wish, root: Path, say: Callable[[str], None]) -> None:
         if len(wish.pins) > 1:
             # The test pins come on top of the runtime's, so this environment serves both.
             digests.append(Wish(wish.pins[:1], wish.torch).digest(root))
-        text = json.dumps({"digests": digests, "python": _python_version(), "root": str(root)})
+        text = json.dumps({"digests": digests, "python": _python_version(), "root": str(home(root))})
         (venv / "baton.json.new").write_text(text)
         (venv / "baton.json.new").replace(venv / "baton.json")
         building.unlink()
@@ -187,8 +192,9 @@ def _made_from(venv: Path) -> dict[str, bool]:
     version = next((line.partition("=")[2].strip() for line in lines if line.startswith("version")), "")
     same_python = version.split(".")[:2] == _python_version().split(".")[:2]
     try:
-        same_place = json.loads((venv / "baton.json").read_text()).get("root") == str(venv.parent)
-    except (OSError, ValueError):
+        told = json.loads((venv / "baton.json").read_text())["root"]
+        same_place = home(Path(told)) == venv.resolve().parent
+    except (OSError, ValueError, KeyError, TypeError):
         same_place = True
     return {"usable": same_python and same_place and (venv / "bin" / "python").exists()}
 

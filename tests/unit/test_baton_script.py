@@ -72,6 +72,24 @@ def test_an_environment_with_tests_serves_both(root: Path, steps: list[str]) -> 
     assert any(step.endswith("torch==2.13.0") for step in steps)
 
 
+def test_an_environment_that_is_a_link_is_another_folders_and_stays_as_it_is(root: Path, steps: list[str]) -> None:
+    ensure(wishes(root, with_tests=True, extras=""), root, quiet)
+    (root / ".venv" / "kept").touch()
+    made = len(steps)
+    beside = root / "beside"
+    (beside / "requirements").mkdir(parents=True)
+    for name in ("runtime.txt", "test.txt"):
+        (beside / "requirements" / name).write_bytes((root / "requirements" / name).read_bytes())
+    (beside / ".venv").symlink_to(root / ".venv")
+    # the same pins ask for nothing, others are installed in place, and neither folder takes it from the other
+    ensure(wishes(beside, with_tests=False, extras=""), beside, quiet)
+    assert len(steps) == made
+    (beside / "requirements" / "runtime.txt").write_text("runtime==2\n")
+    ensure(wishes(beside, with_tests=False, extras=""), beside, quiet)
+    ensure(wishes(root, with_tests=False, extras=""), root, quiet)
+    assert (root / ".venv" / "kept").exists()
+
+
 def test_an_interrupted_setup_starts_over(root: Path, steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     wish = wishes(root, with_tests=False, extras="")
 
