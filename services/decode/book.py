@@ -25,7 +25,7 @@ from shared.contracts.messages import Reserve, StreamFrame
 from shared.contracts.parts import Totals, sum_totals
 from shared.contracts.tokens import completion_checksum, unpack_tokens
 from shared.engine.batcher import Batcher
-from shared.engine.sequence_update import ERROR, PREEMPTED, REVOKED, SequenceUpdate
+from shared.engine.sequence_update import ADMITTED, ERROR, PREEMPTED, REVOKED, SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.transfer import Transport
@@ -152,6 +152,8 @@ class Book:
         """A choice's blocks were taken, or it has blocks again."""
         held.span.add_event(event)
         choice.revoked = event == REVOKED
+        if event == ADMITTED and choice is held.choices[0]:
+            held.arrived.set()
         choice.preemptions += event == PREEMPTED
 
     def finish(self, held: Held, number: int, update: SequenceUpdate) -> None:
@@ -227,6 +229,7 @@ class Book:
     def forget(self, held: Held) -> None:
         if self.held.get(held.attempt.request_id) is held:
             del self.held[held.attempt.request_id]
+        held.arrived.set()
         self.outbox.drop(held.attempt)
         for choice in held.choices:
             self._by_seq.pop(choice.seq_id, None)

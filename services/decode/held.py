@@ -77,6 +77,7 @@ class Held:
     kv_ready_at: float = 0.0
     tables: tuple[BlockTable, ...] = ()  # of choice 0
     num_cached_tokens: int = 0
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)  # choice 0 has the blocks others gave up for it
     sink: Sink | None = None
     pinned: bool = False  # the batcher keeps choice 0's blocks for the sink
     local_reason: str = ""  # why an awaited hand-off was given up

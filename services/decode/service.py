@@ -7,6 +7,7 @@ What is decided where: `reservation` says which attempts live, `stream_outbox` w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.message import Message
 from shared.contracts.parts import AttemptProgress
 from shared.engine.block_room import NeverFits, ReservationRefused
+from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import count_refusal
@@ -50,6 +52,8 @@ from shared.telemetry import metric_names as names
 log = logging.getLogger("baton.decode")
 
 LISTING_S = 1.0
+ARRIVAL_S = 1.0
+"""How long a hand-off waits for blocks that others give up. A scheduler asks for 2 s."""
 FINALS_LIMIT_S = 1.0
 VerifyGrant = Callable[[SignedGrant], Grant]
 
@@ -194,6 +198,8 @@ class DecodeWorker:
         try:
             specs = reserving.specs_of(held, eos_token_ids)
             accepted = await self.shell.call(lambda batcher: reserving.accept(batcher, specs))
+            if accepted.arriving:
+                accepted = await self._arrived(held, specs[0])
         except Exception as exc:
             # Whatever it is: others may wait for this answer, and nobody may find the request held.
             self.book.forget(held)
@@ -218,10 +224,18 @@ class DecodeWorker:
             else:
                 held.kv_ready_at = self.shell.clock()
                 self.book.table.kv_settled(held.attempt)
-            answer = reserving.reserved(held, self.shell, already_running=False)
+            computes = bool(message.prefill_worker) and not accepted.awaiting
+            answer = reserving.reserved(held, self.shell, already_running=computes)
         held.answer.set_result(answer)
         self.shell.changed()
         return answer
+
+    async def _arrived(self, held: Held, spec: SequenceSpec) -> reserving.Accepted:
+        """Blocks that lower classes give up come within a step or two: KV can only be pulled into them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVAL_S):
+                await held.arrived.wait()
+        return await self.shell.call(lambda batcher: reserving.settle(batcher, spec))
 
     def _restamp(self, held: Held, message: m.Reserve, delivery: Delivery) -> m.Reserved:
         """The newer attempt goes on with blocks, pulled KV and tokens that are here; its frames are re-stamped."""

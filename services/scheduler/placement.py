@@ -7,12 +7,15 @@ each holds. The one step-time model comes from the workers' beats; `StepModel` s
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from services.scheduler.affinity import TYPICAL_OUTPUT, Home, Load, choose_home
 from services.scheduler.handoff_cost import HandoffCost
+from shared.contracts.grants import CLASSES, class_rank
 from shared.contracts.ids import Incarnation, WorkerId
-from shared.contracts.parts import UNKNOWN_END, ItlTarget, KvEnd, KvLink, StepModel
+from shared.contracts.parts import UNKNOWN_END, ClassRoom, ItlTarget, KvEnd, KvLink, StepModel
 from shared.engine.prompt_budget import NO_TARGET, prompt_budget
 from shared.engine.step_time import chunk_context, from_wire
 
@@ -48,6 +51,8 @@ class WorkerView:
     fake: bool = False
     kv: KvEnd = UNKNOWN_END  # where its pool lies
     links: tuple[KvLink, ...] = ()  # what it measured of its pulls
+    rooms: tuple[ClassRoom, ...] = ()  # what each class can have; () where it does not tell classes apart
+    classes: tuple[str, ...] = ()  # that it takes; (): all
 
     @property
     def has_slot(self) -> bool:
@@ -63,6 +68,17 @@ class WorkerView:
         held_back = self.held_back or (0,) * len(self.free_blocks)
         return tuple(free - held for free, held in zip(self.free_blocks, held_back, strict=False))
 
+    def room_for(self, rank: int) -> ClassRoom:
+        """What a newcomer of a class can have now, by what lower classes would give up too."""
+        if rank < len(self.rooms):
+            return self.rooms[rank]
+        free = self.max_sequences - self.running - self.waiting if self.max_sequences else sys.maxsize
+        return ClassRoom(free, self.room)
+
+    def takes(self, klass: str) -> bool:
+        """True if it serves requests of that class."""
+        return not self.classes or klass in self.classes
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -74,6 +90,7 @@ class Ask:
     held: Mapping[WorkerId, int] = field(default_factory=dict)
     numerics: str = ""  # of earlier epochs' worker: preferred
     excluded: frozenset[WorkerId] = frozenset()
+    klass: str = CLASSES[0]
     scores_prompt: bool = False  # log-probabilities of the prompt are wanted, from where it is computed
 
     def blocks(self, view: WorkerView) -> tuple[int, ...]:
@@ -84,14 +101,14 @@ class Ask:
         needs = []
         for size in view.block_sizes:
             shared = self.num_tokens // size
-            most = -(-(self.num_tokens + self.max_new_tokens) // size)
+            most = -(-(self.num_tokens + self.max_new_tokens - 1) // size)
             own = min(-(-self.num_tokens // size) + 1, most) - shared
             needs.append(shared + own * self.choices)
         return tuple(needs)
 
     def most_blocks(self, view: WorkerView) -> tuple[int, ...]:
-        """Blocks per layer group that one choice can come to need."""
-        return tuple(-(-(self.num_tokens + self.max_new_tokens) // size) for size in view.block_sizes)
+        """Blocks per layer group that one choice can come to need. Its last token is never computed."""
+        return tuple(-(-(self.num_tokens + self.max_new_tokens - 1) // size) for size in view.block_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +185,20 @@ def handed_off_cost_s(prefill: WorkerView, decode: WorkerView, ask: Ask, cost: H
 
 
 def fits(view: WorkerView, ask: Ask) -> bool:
-    """True if the worker has slots for all choices, and blocks, now."""
-    if not view.has_slots(ask.choices) or view.worker in ask.excluded:
+    """True if the worker has slots for all choices, and blocks, now, or lower classes hold what is missing."""
+    return view.worker not in ask.excluded and _holds(view, ask, class_rank(ask.klass))
+
+
+def takes_from_others(view: WorkerView, ask: Ask) -> bool:
+    """True if what the request needs is not free there."""
+    return not _holds(view, ask, len(CLASSES) - 1)
+
+
+def _holds(view: WorkerView, ask: Ask, rank: int) -> bool:
+    room = view.room_for(rank)
+    if ask.choices > room.sequences:
         return False
-    return all(n <= room for n, room in zip(ask.blocks(view), view.room, strict=False))
+    return all(n <= there for n, there in zip(ask.blocks(view), room.blocks, strict=False))
 
 
 def could_ever(view: WorkerView, ask: Ask) -> bool:
@@ -183,23 +210,25 @@ def could_ever(view: WorkerView, ask: Ask) -> bool:
 
 
 def decode_candidates(ask: Ask, views: Sequence[WorkerView]) -> list[WorkerView]:
-    """Decode workers that may be asked now. Where none could ever hold the request, one with a slot says so."""
-    decodes = [v for v in views if v.role == "decode" and not v.draining]
-    if any(could_ever(v, ask) for v in decodes):
-        return [v for v in decodes if fits(v, ask)]
-    return [v for v in decodes if v.has_slot and v.worker not in ask.excluded]
+    """Decode workers that may be asked now. Where none could ever hold the request, any of them says so."""
+    decodes = [v for v in views if v.role == "decode" and not v.draining and v.takes(ask.klass)]
+    possible = [v for v in decodes if could_ever(v, ask)]
+    if possible:
+        return [v for v in possible if fits(v, ask)]
+    return [v for v in decodes if v.worker not in ask.excluded]
 
 
 def can_start_now(view: WorkerView, ask: Ask) -> bool:
     """True if a prefill worker would begin this prompt at once; only then are decode blocks reserved for it."""
-    if view.draining or not view.has_slot or view.waiting or view.worker in ask.excluded:
+    if view.draining or not view.takes(ask.klass) or not view.has_slot or view.waiting or view.worker in ask.excluded:
         return False
     needs = (-(-(ask.num_tokens - 1) // size) for size in view.block_sizes)
     return all(n <= free for n, free in zip(needs, view.free_blocks, strict=False))
 
 
 def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice | None:
-    """The decode worker by numerics, prefix match, then room; the path by the smaller estimate.
+    """The decode worker by numerics, room that is free, how few classes it serves, then `affinity`; the path by the
+    smaller estimate.
 
     Returns None when no decode worker has room: the request stays where it is in the queue.
     """
@@ -207,11 +236,12 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
     if not candidates:
         return None
 
-    def rank(view: WorkerView) -> tuple[bool, int, int, WorkerId]:
+    def rank(view: WorkerView) -> tuple[bool, bool, int]:
         other = bool(ask.numerics) and view.numerics != ask.numerics
-        return other, -ask.held.get(view.worker, 0), -min(view.room, default=0), view.worker
+        return other, takes_from_others(view, ask), len(view.classes) or len(CLASSES)
 
-    decode = min(candidates, key=rank)
+    best = min(map(rank, candidates))
+    decode = _home([view for view in candidates if rank(view) == best], ask, views)
     held = min(ask.held.get(decode.worker, 0), ask.num_tokens - 1)
     local_s = local_cost_s(decode, ask.num_tokens - held, held)
 
@@ -244,3 +274,38 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
     if handed_off_s < local_s:
         return chosen(HANDED_OFF, "estimate", prefill, handed_off_s)
     return chosen(LOCAL, "estimate", handed_off_s=handed_off_s)
+
+
+def _home(equals: Sequence[WorkerView], ask: Ask, views: Sequence[WorkerView]) -> WorkerView:
+    """The one of several decode workers that `affinity` takes."""
+    if len(equals) == 1:
+        return equals[0]
+    homes = [
+        Home(
+            worker=view.worker,
+            cost_s=home_cost_s(view, ask),
+            held=ask.held.get(view.worker, 0),
+            room=min(view.room, default=0),
+            load=load_of(view),
+        )
+        for view in equals
+    ]
+    home = choose_home(homes, [load_of(v) for v in views if v.role == "decode" and not v.draining])
+    return next(view for view in equals if view.worker == home.worker)
+
+
+def home_cost_s(view: WorkerView, ask: Ask) -> float:
+    """Seconds that a request costs at a decode worker: to its first token there, and of its output beside the others."""
+    held = min(ask.held.get(view.worker, 0), ask.num_tokens - 1)
+    rows = view.running + ask.choices
+    output = min(ask.max_new_tokens, TYPICAL_OUTPUT) * from_wire(view.step_model).predict(rows, rows, 0)
+    return local_cost_s(view, ask.num_tokens - held, held) + output
+
+
+def load_of(view: WorkerView) -> Load:
+    """What a worker does, by its beat and what was placed on it since."""
+    used = max(
+        (1 - free / total for free, total in zip(view.free_blocks, view.total_blocks, strict=False) if total),
+        default=0.0,
+    )
+    return Load(view.running + view.waiting, view.max_sequences, used)

@@ -165,13 +165,13 @@ class Placer:
             self._book.requeue(record, "no_room")
             return
         uncached = ask.num_tokens - choice.matched_tokens
-        for worker, tokens in (
-            (choice.decode_worker, uncached if choice.path == LOCAL else 1),
-            (choice.prefill_worker if choice.path == HANDED_OFF else NO_WORKER, uncached),
+        for worker, tokens, sequences in (
+            (choice.decode_worker, uncached if choice.path == LOCAL else 1, ask.choices),
+            (choice.prefill_worker if choice.path == HANDED_OFF else NO_WORKER, uncached, 1),
         ):
             view = self._registry.view(worker)
             if view is not None:
-                self._registry.note_placed(worker, ask.blocks(view), tokens)
+                self._registry.note_placed(worker, ask.blocks(view), tokens, sequences)
         self._send_reserve(now, record, choice)
 
     def _send_reserve(self, now: float, record: Record, choice: Choice) -> None:

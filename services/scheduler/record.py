@@ -79,6 +79,7 @@ class Record:
             num_tokens=self.num_tokens,
             max_new_tokens=max(1, max((s.max_tokens for s in self.submit.sampling), default=1) - emitted),
             choices=max(1, len(self.submit.sampling)),
+            klass=self.grant.klass,
             scores_prompt=any(s.prompt_logprobs >= 0 for s in self.submit.sampling),
             held=held,
             numerics=self.submit.numerics,

@@ -144,14 +144,16 @@ class WorkerRegistry:
         self._lost[worker] = beat.incarnation, beat.number, now + REMEMBER_LOST_S
         return LostWorker(worker, beat.incarnation, beat.role, reason)
 
-    def note_placed(self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int) -> None:
+    def note_placed(
+        self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int, num_sequences: int = 1
+    ) -> None:
         """Count a placement until the worker's next beat shows it."""
         entry = self._entries.get(worker)
         if entry is None:
             return
         before = entry.placed_blocks or (0,) * len(blocks)
         entry.placed_blocks = tuple(a + b for a, b in zip(before, blocks, strict=True))
-        entry.placed_sequences += 1
+        entry.placed_sequences += num_sequences
         entry.placed_tokens += num_tokens
 
     def view(self, worker: WorkerId) -> WorkerView | None:

@@ -22,6 +22,7 @@ from shared.contracts.ids import (
 from shared.contracts.message import Message
 from shared.contracts.parts import (
     AttemptProgress,
+    ClassRoom,
     ComputeRow,
     ExtendedRun,
     ExtendRun,
@@ -479,6 +480,8 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     itl_target: ItlTarget = ItlTarget()  # that its steps keep
     kv: KvEnd = KvEnd()  # where its pool lies
     links: tuple[KvLink, ...] = ()  # to the workers it pulled from of late
+    rooms: tuple[ClassRoom, ...] = ()  # what a newcomer of each of CLASSES can have, what lower ones hold included
+    classes: tuple[str, ...] = ()  # it takes requests of; none named: of all
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

@@ -191,10 +191,10 @@ class Batcher:
         self._let_go(seq)
         return True
 
-    def tables(self, seq_id: str) -> tuple[BlockTable, ...]:
-        """Its tables, one per layer group; () when it is not held, empty ones while it waits for blocks."""
+    def reservation(self, seq_id: str) -> Reservation | None:
+        """What a sequence holds by now: no blocks while it waits for them. None when it is not held."""
         seq = self._sequences.get(seq_id)
-        return () if seq is None else seq.tables
+        return None if seq is None else Reservation(seq.num_cached_tokens, seq.tables, seq.arriving)
 
     def outputs(self, seq_id: str) -> tuple[int, ...]:
         """Output token ids so far, for a replay; () when it is not held."""

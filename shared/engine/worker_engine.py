@@ -67,6 +67,7 @@ class WorkerOptions:
     publish_interval_s: float = 0.0  # how far apart a stream's pieces may be made, by gathering tokens; 0: none waits
     chunk_size: int = 0  # most tokens of one sequence in a step; 0 = the token budget
     max_num_seqs: int = 32
+    classes: tuple[str, ...] = ()  # that it takes requests of; (): of all
     depth: int = 1
     batching: Batching = "continuous"
     batch_size: int = 8

@@ -310,6 +310,8 @@ class WorkerShell:
             itl_target=options.itl_target,
             kv=self.kv,
             links=self.links(),
+            rooms=gauges.rooms if gauges is not None else (),
+            classes=options.classes,
         )
 
 

@@ -96,7 +96,10 @@ def test_what_waits_for_kv_gets_its_blocks_too() -> None:
         batcher.commit(output_of(plan, fifty))
     batcher.plan()
     assert ("high", "admitted") in events(batcher.take_updates())
-    assert batcher.tables("high")[0].block_ids
+    held = batcher.reservation("high")
+    assert held is not None
+    assert held.tables[0].block_ids
+    assert not held.arriving
     assert batcher.pin("high")
     assert batcher.kv_received("high", 19)
 
