@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from services.scheduler.placement import DEFAULT_TOKEN_BUDGET, WorkerView
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import WorkerBeat
-from shared.contracts.parts import AttemptProgress
+from shared.contracts.parts import AttemptProgress, ClassRoom
 
 QUIET_S = 2.5
 """Two beats and a half: a worker silent for longer is asked whether it is there."""
@@ -197,6 +197,8 @@ def _view(entry: _Entry) -> WorkerView:
         fingerprint=beat.fingerprint,
         draining=beat.draining,
         fake=beat.fake,
+        rooms=beat.rooms,
+        classes=beat.classes,
     )
     if not entry.placed_sequences:
         return view
@@ -206,4 +208,11 @@ def _view(entry: _Entry) -> WorkerView:
         free_blocks=tuple(max(0, f - p) for f, p in zip(view.free_blocks, entry.placed_blocks, strict=False)),
         running=view.running + entry.placed_sequences,
         queue_tokens=view.queue_tokens + entry.placed_tokens,
+        rooms=tuple(_less(room, entry) for room in view.rooms),
     )
+
+
+def _less(room: ClassRoom, entry: _Entry) -> ClassRoom:
+    """What is left of it beside what was placed since."""
+    blocks = (b - p - entry.placed_sequences for b, p in zip(room.blocks, entry.placed_blocks, strict=False))
+    return ClassRoom(room.sequences - entry.placed_sequences, tuple(blocks))
