@@ -1,0 +1,236 @@
+"""What each owner of copies does with a purge: gateway, scheduler and batch service, and when the order comes again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.batch import intake as intake_module
+from services.batch.intake import Intake
+from services.scheduler.effects import CancelAt
+from shared.bus.bus import Delivery
+from shared.bus.memory_bus import MemoryBroker, MemoryBus
+from shared.bus.streams import PURGE_ACK_STREAM, submit_stream
+from shared.contracts import messages as m
+from shared.contracts import subjects
+from shared.contracts.batch_messages import BatchItem
+from shared.contracts.errors import PURGED, Cancelled, from_wire
+from shared.contracts.grants import Scope
+from shared.contracts.ids import ScopeGeneration, TenantId
+from shared.ingress.prompt_codec import PromptCodec
+from shared.ingress.served_models import ServedModel, ServedModels
+from shared.security.generations import Generations
+from shared.security.purge_orders import PurgeOrders
+from tests.pipeline.batch_support import ANN, BOB, MODEL, batch_store, everything, input_line, job_in_progress, upload
+from tests.pipeline.executor_support import chat_body, executor_world
+from tests.pipeline.gateway_support import HEADERS, Backend, chat, gateway_stack
+from tests.pipeline.keyed_support import until
+from tests.servers import RedisServer
+from tests.tiny_tokenizer import tiny_tokenizer
+from tests.unit.scheduler_support import Bench, grant, reserved, submit
+
+
+def order_for(tenant: str, purge_id: str = "p-1", **fields: Any) -> m.PurgeOrder:
+    return m.PurgeOrder(purge_id=purge_id, tenant=TenantId(tenant), generation=ScopeGeneration(2), **fields)
+
+
+class Acks:
+    """Acknowledgements as policy hears them."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.bus = MemoryBus(broker, "policy")
+        self.heard: list[m.PurgeAck] = []
+
+    async def listen(self) -> None:
+        async def on_ack(delivery: Delivery) -> None:
+            assert delivery.subject == subjects.purge_ack(delivery.message.service)
+            self.heard.append(delivery.message)
+
+        await self.bus.consume(PURGE_ACK_STREAM, subjects.ANY_PURGE_ACK, m.PurgeAck, on_ack, durable="test")
+
+    async def order(self, order: m.PurgeOrder) -> m.PurgeAck:
+        known = len(self.heard)
+        await self.bus.publish(subjects.PURGE_ORDER, order)
+        await until(lambda: len(self.heard) > known)
+        return self.heard[-1]
+
+
+# ---------------------------------------------------------------------------------------------- gateway
+
+
+async def test_a_stream_of_a_purged_tenant_ends_with_the_error_and_its_traces_go() -> None:
+    backend = Backend(MemoryBroker(), hold=asyncio.Event())
+    assert backend.hold is not None
+    async with gateway_stack(backend) as stack:
+        acks = Acks(backend.broker)
+        await acks.listen()
+        # Given a request that ended, whose trace is here, and one whose answer has begun
+        backend.hold.set()
+        assert (await stack.client.post("/v1/chat/completions", json=chat(), headers=HEADERS)).status_code == 200
+        await until(lambda: stack.service.traces.recent(tenant="tenant-a"))
+        backend.hold.clear()
+        streamed = stack.client.post("/v1/chat/completions", json=chat(stream=True), headers=HEADERS)
+        answer = asyncio.create_task(streamed)
+        await until(lambda: any(run.sent for run in backend.running.values() if not run.acked))
+        # When its tenant is purged (the stand-in for policy grants to the tenant `tenant`)
+        began = time.monotonic()
+        ack = await acks.order(order_for("tenant"))
+        # Then the stream ends with the error and no clean end
+        frames = [line[6:] for line in (await answer).text.split("\n\n") if line]
+        assert time.monotonic() - began < 10
+        assert json.loads(frames[-1])["error"]["code"] == PURGED
+        assert "[DONE]" not in frames
+        assert (ack.owner, ack.counts["requests"]) == ("gateway-1", 1)
+        # And what policy granted before is not begun any more
+        late = await stack.client.post("/v1/chat/completions", json=chat(), headers=HEADERS)
+        assert (late.status_code, late.json()["error"]["code"]) == (499, PURGED)
+        # And another tenant's purge takes its traces
+        assert (await acks.order(order_for("tenant-a", "p-2"))).counts["traces"] >= 1
+        assert not stack.service.traces.recent(tenant="tenant-a")
+        backend.hold.set()
+        await acks.bus.close()
+
+
+# ---------------------------------------------------------------------------------------------- scheduler
+
+
+def test_what_waits_of_a_purged_tenant_is_refused_and_what_runs_is_forgotten() -> None:
+    bench = Bench()
+    bench.beat("d1")
+
+    def submit_of(name: str, tenant: str = "a") -> None:
+        of = msgspec.structs.replace(grant(name), tenant=TenantId(tenant), scope=Scope(TenantId(tenant)))
+        bench.take(bench.table.submit(bench.now, submit(name), of)[1])
+
+    submit_of("runs")
+    bench.match()
+    bench.reserve(reserved())
+    submit_of("placing")
+    bench.match()
+    submit_of("stays", "b")
+    bench.told.clear()
+    generations = Generations()
+    generations.rise(TenantId("a"), ScopeGeneration(2))
+    count, effects = bench.table.purge(bench.now, lambda grant: generations.is_over(grant.scope))
+    bench.take(effects)
+    assert count == 2
+    (told,) = bench.told
+    assert (told.attempt.request_id, from_wire(told.error).code) == ("placing", PURGED)
+    cancelled = [effect.message.attempt.request_id for effect in bench.effects if isinstance(effect, CancelAt)]
+    assert cancelled == ["placing"]
+    assert bench.table.record(submit("stays").attempt.request_id) is not None
+    # and neither comes back: a late duplicate runs nowhere
+    submit_of("runs")
+    assert bench.table.record(submit("runs").attempt.request_id) is None
+
+
+# ---------------------------------------------------------------------------------------------- batch
+
+
+async def test_a_purge_takes_files_batches_and_queue_of_one_tenant(redis_server: RedisServer) -> None:
+    async with batch_store(redis_server) as (store, redis, prefix):
+        for tenant in (ANN, BOB):
+            await job_in_progress(store, 3, tenant)
+            await upload(store, b"some lines", tenant)
+            await store.queue.slot(tenant, "1-1", "c", 1)
+        others = sorted((await everything(redis, f"{prefix}:{{{BOB}}}")).split(b"\n"))
+        order = order_for(ANN, ordered_s=1000.0)
+        # a batch, its input, another file, and the standing batch of the queue
+        assert await store.purges.purge(order) == {"files": 2, "batches": 2}
+        left = [key.decode() for key in await redis.execute("KEYS", f"{prefix}:{{{ANN}}}:*")]
+        assert sorted(left) == [f"{prefix}:{{{ANN}}}:purge:lines-before", f"{prefix}:{{{ANN}}}:purge:p-1"]
+        assert sorted((await everything(redis, f"{prefix}:{{{BOB}}}")).split(b"\n")) == others
+        # the same order takes nothing that was made since
+        made = await upload(store, b"new", ANN)
+        assert await store.purges.purge(order) == {"files": 2, "batches": 2}
+        assert await store.files.is_ready(ANN, made)
+        assert await store.purges.purge(order_for(ANN, "p-2")) == {"files": 1, "batches": 0}
+
+
+async def test_an_item_that_runs_ends_and_leaves_nothing(redis_server: RedisServer) -> None:
+    backend = Backend(MemoryBroker(), hold=asyncio.Event())
+    assert backend.hold is not None
+    async with executor_world(redis_server, backend) as world, world.executor() as executor:
+        acks = Acks(backend.broker)
+        await acks.listen()
+        job = await world.job([chat_body("one"), chat_body("two")])
+        await world.enqueue(job)
+        await backend.sent()
+        await world.store.purges.purge(order_for(ANN))
+        ack = await acks.order(order_for(ANN))
+        assert (ack.owner, ack.counts["requests"] >= 1) == ("batch-1", True)
+        await until(lambda: not executor.running)
+        assert not world.results
+        assert await world.store.jobs.status(ANN, job.batch_id) == ""
+        backend.hold.set()
+        await acks.bus.close()
+
+
+async def test_lines_from_before_a_purge_are_not_taken(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue of a batch service that was down meanwhile."""
+    stored_us = {"old": 5_000_000.0, "new": 7_000_000.0}
+    monkeypatch.setattr(intake_module, "_stored_us", lambda d: stored_us[json.loads(d.message)["custom_id"]])
+    async with batch_store(redis_server) as (store, _, _):
+        broker, items = MemoryBroker(), []
+        await store.purges.purge(order_for(ANN, ordered_s=6.0))
+
+        async def on_item(delivery: Delivery) -> None:
+            items.append(delivery.message.custom_id)
+
+        async def no_limit(tenant: TenantId, model: str) -> int:
+            return 0
+
+        bus, tenant = MemoryBus(broker, "batch"), MemoryBus(broker, "tenant")
+        await bus.consume("batch-item", subjects.ANY_BATCH_ITEM, BatchItem, on_item, durable="test")
+        await bus.make_stream(submit_stream(ANN), subjects.batch_submit(ANN))
+        for custom_id in ("old", "new"):
+            await tenant.publish_durable(subjects.batch_submit(ANN), input_line(custom_id), message_id=custom_id)
+        tenants = tmp_path / "tenants"
+        tenants.write_text(json.dumps([ANN]))
+        codec = PromptCodec(tiny_tokenizer(), 64)
+        models = ServedModels([ServedModel(MODEL, "default", 64, codec)])
+        async with Intake(bus, store, models, no_limit, tenants, max_lines=10):
+            await until(lambda: items)
+        assert items == ["new"]
+        codec.close()
+        await tenant.close()
+        await bus.close()
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+async def test_an_order_that_failed_is_carried_out_when_it_comes_again_and_one_that_was_is_not() -> None:
+    broker, tries = MemoryBroker(), []
+
+    async def carry_out(order: m.PurgeOrder) -> dict[str, int]:
+        tries.append(order.purge_id)
+        if len(tries) == 1:
+            raise RuntimeError("the engine has stopped")
+        return {"blocks": 2}
+
+    acks, bus = Acks(broker), MemoryBus(broker, "decode")
+    await acks.listen()
+    orders = PurgeOrders(bus, "decode", "decode-1", carry_out)
+    await orders.start()
+    await acks.bus.publish(subjects.PURGE_ORDER, order_for("a"))
+    await until(lambda: tries)
+    # what is old is refused from the first moment on, also while it could not be carried out
+    with pytest.raises(Cancelled):
+        orders.generations.require_live(Scope(TenantId("a")))
+    orders.generations.require_live(Scope(TenantId("a"), generation=ScopeGeneration(2)))
+    assert (await acks.order(order_for("a"))).counts == {"blocks": 2}
+    await acks.bus.publish(subjects.PURGE_ORDER, order_for("a"))
+    await acks.order(order_for("b", "p-2"))
+    assert tries == ["p-1", "p-1", "p-2"]
+    await orders.stop()
+    await bus.close()
+    await acks.bus.close()
