@@ -79,10 +79,13 @@ class CoreShare:
         _UNTIL.pack_into(self._slot, 0, self._clock() + LINGER_S)
 
     def close(self) -> None:
-        """Give the slot up."""
+        """Give the slot up. Idempotent: a second close could hit a file that was opened meanwhile."""
+        if self._fd < 0:
+            return
         with suppress(OSError):
             self._path.unlink()
         os.close(self._fd)
+        self._fd = -1
 
     def _refresh(self) -> None:
         """Map the slots of workers that came, forget those of workers that went."""

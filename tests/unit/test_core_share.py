@@ -224,3 +224,13 @@ def test_a_slot_has_its_memory_before_it_is_written(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert open_share(tmp_path / "full", WorkerId("one"), 2) is None
     assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_second_close_closes_nobody_elses_file(tmp_path: Path, clock: Clock) -> None:
+    """A worker stops its engine, and so does whatever started it."""
+    one = share(tmp_path, "decode-1", 4, clock)
+    one.close()
+    with (tmp_path / "other").open("w") as other:
+        one.close()
+        other.write("still open")
+    assert not list((tmp_path / "cores").iterdir())
