@@ -295,7 +295,7 @@ def _home(equals: Sequence[WorkerView], ask: Ask, views: Sequence[WorkerView]) -
 
 
 def home_cost_s(view: WorkerView, ask: Ask) -> float:
-    """Seconds that a request costs at a decode worker: to its first token there, and of its output beside the others."""
+    """Seconds a request costs at a decode worker: to its first token there, and of its output beside the others."""
     held = min(ask.held.get(view.worker, 0), ask.num_tokens - 1)
     rows = view.running + ask.choices
     output = min(ask.max_new_tokens, TYPICAL_OUTPUT) * from_wire(view.step_model).predict(rows, rows, 0)
