@@ -1,4 +1,4 @@
-"""A real stack whose prefix cache is asked and watched from outside: a tiny model, two decode workers, two tenants."""
+"""A real stack whose prefix cache is watched from outside: a tiny model, two decode workers, some tenants."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.tiny_tokenizer import CHATML, tokenizer_json
 MODEL, BLOCK, NUM_BLOCKS, VOCABULARY = "tiny", 16, 400, 320
 BLOCK_BYTES = 4 * 2 * 2 * 16 * 4 * BLOCK  # layers, K and V, heads, width, float32, tokens
 TOKENS = 8
+BRIEF_KEY, BRIEF_S = "sk-kept-for-seconds-key", 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class CachedStack:
     def up(self) -> None:
         folder = self.checkpoint("model", seed=0)
         settings = {
-            "policy.tenants": tenants_file(self._base / "tenants.json", [("other", OTHER_KEY)]),
+            "policy.tenants": self._tenants(),
             "model.path": folder,
             "model.name": MODEL,
             "kv.block_size": BLOCK,
@@ -60,6 +61,13 @@ class CachedStack:
             "engine.max_sequences": 4,
         }
         self.baton.up(*(part for name, value in settings.items() for part in ("--set", f"{name}={value}")))
+
+    def _tenants(self) -> Path:
+        path = tenants_file(self._base / "tenants.json", [("other", OTHER_KEY), ("brief", BRIEF_KEY)])
+        told = json.loads(path.read_text())
+        told["tenants"][1]["retention_s"] = BRIEF_S
+        path.write_text(json.dumps(told))
+        return path
 
     # ------------------------------------------------------------------------------------------ the model
 

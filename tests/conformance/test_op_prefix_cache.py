@@ -14,7 +14,7 @@ import pytest
 
 from shared.telemetry import attributes as a
 from shared.telemetry import metric_names as names
-from tests.conformance.cached_stack import BLOCK, MODEL, Answer, CachedStack, answer_of, body
+from tests.conformance.cached_stack import BLOCK, BRIEF_KEY, MODEL, Answer, CachedStack, answer_of, body
 from tests.stack.running import OTHER_KEY, until
 from tests.stack.streams import kill, pid_of
 
@@ -170,6 +170,21 @@ def test_op43_a_hit_on_the_whole_prompt(stack: CachedStack) -> None:
                 assert answer.said == first.said
     # And nothing is held for it
     stack.baton.wait_idle()
+
+
+def test_kv_is_kept_as_long_as_its_tenants_record_says(stack: CachedStack) -> None:
+    # Given a prompt that is warm for a tenant whose KV is kept for seconds, and for one without a limit
+    prompt = tokens(45, 4 * BLOCK + 1)
+    warm = stack.warm(prompt, 4 * BLOCK)
+    others = stack.indexed()
+    brief = stack.warm(prompt, 4 * BLOCK, BRIEF_KEY)
+    # When nobody asks for so long
+    until(lambda: stack.indexed() <= others, 30, stack.indexed)
+    # Then it is gone for the one, and computed anew to the same answer
+    again = stack.ask(prompt, BRIEF_KEY)
+    assert again.cached == 0
+    assert again.said == brief.said == warm.said
+    assert stack.ask(prompt).cached == 4 * BLOCK
 
 
 def test_op44_the_index_does_not_outlive_a_workers_cache(stack: CachedStack) -> None:
