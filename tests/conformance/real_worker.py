@@ -62,6 +62,7 @@ class RealBackend(Backend):
     workers: list[DecodeWorker] = field(default_factory=list)
     reserves: list[m.Reserve] = field(default_factory=list)
     refusals: list[m.Refusal] = field(default_factory=list)
+    prediction: bytes = b""  # that every request comes with
 
     async def serve_worker(self, worker: WorkerId) -> None:
         """The real ones answer."""
@@ -82,7 +83,7 @@ class RealBackend(Backend):
             grant=submit.grant,
             token_ids=submit.token_ids,
             num_prompt_tokens=submit.num_prompt_tokens,
-            sampling=submit.sampling,
+            sampling=tuple(self._predicted(params) for params in submit.sampling),
         )
         self.reserves.append(reserve)
         answer: m.Reserved | m.Refusal
@@ -103,6 +104,9 @@ class RealBackend(Backend):
                 number=self.events, attempt=attempt, term=Term(1), decode_worker=worker, local_s=0.1, path="local"
             )
         await self._tell(event)
+
+    def _predicted(self, params: SamplingParams) -> SamplingParams:
+        return msgspec.structs.replace(params, prediction=self.prediction) if self.prediction else params
 
     async def _beats(self) -> None:
         while True:
