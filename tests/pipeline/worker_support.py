@@ -44,7 +44,12 @@ def verify(signed: SignedGrant) -> Grant:
 
 
 def signed_grant(
-    request: str, *, retention_s: int = -1, weight: float = 1.0, signer: GrantSigner = SIGNER
+    request: str,
+    *,
+    retention_s: int = -1,
+    weight: float = 1.0,
+    klass: str = "interactive",
+    signer: GrantSigner = SIGNER,
 ) -> SignedGrant:
     tenant = TenantId("acme")
     return signer.sign(
@@ -53,7 +58,7 @@ def signed_grant(
             tenant=tenant,
             scope=Scope(tenant),
             model="m",
-            klass="interactive",
+            klass=klass,
             reservation_id="r",
             reserved_tokens=1,
             expires_s=time.time() + 600,
