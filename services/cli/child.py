@@ -21,6 +21,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 ReadyProbe = Callable[[int], Mapping[str, Any] | None]
 """Given the child's process id: what it reports, or None while it is not ready. Must not block."""
+Mark = Callable[[int], float | None]
+"""Given the child's process id: what changes while it moves; None when nothing is known of it. Must not block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class ChildSpec:
     folder: Path
     log: Path
     ready: ReadyProbe
+    mark: Mark = lambda pid: None
     start_timeout_s: float = 120.0
     stop_timeout_s: float = 15.0
 

@@ -76,7 +76,7 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
     for worker in shown["workers"]:
         free, total = sum(worker["free_blocks"]), sum(worker["total_blocks"])
         notes = (f"  {worker['pool']}" if several else "") + "".join(
-            f"  {note}" for note in ("fake", "draining") if worker[note]
+            f"  {note}" for note in ("fake", "draining", "stalled") if worker.get(note)
         )
         found.append(
             f"{worker['id']:<22}{worker['running']:>8}{worker['waiting']:>8}{worker['queue_tokens']:>14}"

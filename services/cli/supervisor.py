@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from services.cli.child import Child, ChildFailed, ChildSpec
+from services.cli.heartbeats import LOOK_S, Heartbeats
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 STABLE_S = 60.0
@@ -28,10 +29,12 @@ class Supervisor:
 
     Args:
         report: called with one line whenever a child dies, comes back, or has to be killed.
+        hang_s: a child that stands still for so long is killed, seconds; 0: none is.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], hang_s: float = 0.0) -> None:
         self._report = report
+        self._hang_s = hang_s
         self._children: dict[str, Child] = {}
         self._passing: set[Child] = set()  # successors not ready yet, predecessors not ended yet
         self._pausing: set[str] = set()  # whoever replaces one of these sees to it that there is one
@@ -101,6 +104,8 @@ class Supervisor:
     async def watch(self) -> None:
         """Restart children that die, until cancelled. Raises ChildFailed when one keeps failing."""
         guards = [asyncio.create_task(self._guard(name)) for name in self._children]
+        if self._hang_s:
+            guards.append(asyncio.create_task(self._kill_those_that_hang()))
         try:
             done, _ = await asyncio.wait(guards, return_when=asyncio.FIRST_EXCEPTION)
             for guard in done:
@@ -151,6 +156,17 @@ class Supervisor:
             await self._unpaused(name)
             if self._children[name] is child and await self._started_again(child):
                 self._report(f"{name} is back")
+
+    async def _kill_those_that_hang(self) -> None:
+        heartbeats = Heartbeats(self._hang_s)
+        while True:
+            running = {child.pid: child for child in self._children.values() if child.ready}
+            marks = {pid: mark for pid, child in running.items() if (mark := child.spec.mark(pid)) is not None}
+            for pid in heartbeats.still(marks, time.monotonic()):
+                if running[pid].process.returncode is None:
+                    self._report(f"{running[pid].spec.name} has stood still for {self._hang_s:g} s and is killed")
+                    running[pid].signal(signal.SIGKILL)
+            await asyncio.sleep(LOOK_S)
 
     async def _started_again(self, child: Child) -> bool:
         with suppress(ChildFailed):

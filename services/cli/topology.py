@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.child import ChildSpec, ReadyProbe
+from services.cli.child import ChildSpec, Mark, ReadyProbe
 from services.cli.credentials import Credentials
 from services.cli.state import STOP_S, StateFolder
 from shared.contracts.errors import SettingsError
@@ -176,6 +177,7 @@ def service_spec(plan: StackPlan, name: str, service: str, env: Mapping[str, str
         folder=ROOT,
         log=plan.state.log(name),
         ready=ready_file(plan.state.ready(name)),
+        mark=ready_time(plan.state.ready(name)),
         start_timeout_s=WORKER_START_S if service in ("prefill", "decode") else START_S,
         stop_timeout_s=stop_s,
     )
@@ -189,3 +191,16 @@ def ready_file(path: Path) -> ReadyProbe:
         return next((facts for facts in reports if facts is not None and facts.get("pid") == pid), None)
 
     return probe
+
+
+def ready_time(path: Path) -> Mark:
+    """The time of the report of this very process, which it sets anew while it moves."""
+
+    def mark(pid: int) -> float | None:
+        with suppress(FileNotFoundError):
+            changed = path.stat().st_mtime
+            if (read_ready(path) or {}).get("pid") == pid:
+                return changed
+        return None
+
+    return mark

@@ -43,6 +43,7 @@ from shared.settings.models import num_workers, served_models
 from shared.settings.sections import Settings
 
 FIRST_TOKEN_TIMEOUT_S = 120.0
+HANG_SLACK_S = 5.0
 EXIT_FAILED, EXIT_SETTINGS, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -74,7 +75,9 @@ async def _run(settings: Settings, options: argparse.Namespace, env: Mapping[str
     state = StateFolder(state_path(env))
     lock = state.lock()
     progress = Progress()
-    supervisor = Supervisor(progress.say)
+    # a little later than a hanging process ends itself, which leaves its stacks in its log
+    hang_s = settings.lifecycle.hang_s
+    supervisor = Supervisor(progress.say, hang_s + HANG_SLACK_S if hang_s else 0.0)
     # A second Ctrl-C ends the children at once; what they left behind is still cleared away.
     stop = stop_on_signals(stop_limit_s(settings), hurry=supervisor.kill)
     try:

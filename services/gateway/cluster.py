@@ -114,6 +114,7 @@ def _worker(beat: WorkerBeat, age_s: float) -> dict[str, Any]:
         "incarnation": beat.incarnation,
         "fake": beat.fake,
         "draining": beat.draining,
+        "stalled": beat.stalled,
         "running": beat.running,
         "waiting": beat.waiting,
         "max_sequences": beat.max_sequences,

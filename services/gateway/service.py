@@ -46,6 +46,8 @@ from shared.telemetry.trace_buffer import TraceBuffer
 
 log = logging.getLogger("baton.gateway")
 
+CHECK_S = 1.0
+"""Who asks whether we are ready waits no longer for policy."""
 PROBE_KEY_HASH = bytes(32)
 """No key has this hash; asking about it only shows that policy answers."""
 
@@ -227,8 +229,9 @@ class GatewayService:
         """Ask policy something, if it was not heard lately, so that `liveness` knows."""
         if self.ingress.liveness.alive("policy", self._clock()):
             return
-        with suppress(BatonError):
-            await self._ask_identity(PROBE_KEY_HASH)
+        with suppress(BatonError, TimeoutError):
+            async with asyncio.timeout(CHECK_S):
+                await self._ask_identity(PROBE_KEY_HASH)
 
     def checks(self) -> dict[str, bool]:
         """What `/ready` depends on."""

@@ -41,6 +41,7 @@ class TableLimits:
     match_fresh_s: float = 2.0  # how long the index's answer serves a request put back
     remember_s: float = 60.0  # how long an ended request is remembered
     event_resend_s: float = 1.0
+    no_worker_s: float = 5.0  # how long what has no token yet waits for a decode worker while there is none
 
 
 class Placer:

@@ -61,6 +61,11 @@ class Record:
         return len(self.submit.token_ids) // 4
 
     @property
+    def has_begun(self) -> bool:
+        """Its client has tokens of an earlier attempt."""
+        return self.num_tokens > self.submit.num_prompt_tokens
+
+    @property
     def decode_worker(self) -> WorkerId:
         return self.choice.decode_worker if self.choice is not None else WorkerId("")
 

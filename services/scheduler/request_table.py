@@ -21,13 +21,21 @@ from services.scheduler.effects import Effect
 from services.scheduler.handoff_cost import HandoffCost
 from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.outbox import Event
-
 from services.scheduler.placer import Placer, TableLimits
 from services.scheduler.record import PLACING, Record, State, Verdict, judge
 from services.scheduler.worker_registry import LostWorker, WorkerRegistry
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError, Cancelled, Conflict, DeadlineExceeded, Overloaded, Unavailable, to_wire
+from shared.contracts.errors import (
+    NO_WORKER,
+    BatonError,
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Overloaded,
+    Unavailable,
+    to_wire,
+)
 from shared.contracts.grants import CLASSES, Grant
 from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
 from shared.security.generations import purged
@@ -59,6 +67,7 @@ class RequestTable:
         self._book = Book(term, remember_s=self._limits.remember_s, event_resend_s=self._limits.event_resend_s)
         self._placer = Placer(self._book, registry, cost or HandoffCost(), self._limits)
         self._submits = 0
+        self._workerless_s: float | None = None  # since when no decode worker is up
         self._gone: dict[IngressId, float] = {}  # silent ingresses, since when
         self.limited_s = float("-inf")
         """When a request was last turned away for the length of the queue or the wait."""
@@ -264,8 +273,22 @@ class RequestTable:
                     book.refuse(now, record, to_wire(DeadlineExceeded("not placed within the request's budget")))
                 elif record.state == State.LOST:
                     book.end(now, record, dropped=True)
+        self._refuse_workerless(now)
         book.ended.expire(now)
         return self._pumped(now)
+
+    def _refuse_workerless(self, now: float) -> None:
+        if self._is_workerless(now):
+            for record in [r for r in self._book.records.values() if r.state == State.QUEUED and not r.has_begun]:
+                self._book.refuse(now, record, to_wire(_no_worker()))
+
+    def _is_workerless(self, now: float) -> bool:
+        """True once there was no decode worker for longer than one takes that is started again."""
+        if any(view.role == "decode" for view in self._registry.views()):
+            self._workerless_s = None
+        elif self._workerless_s is None:
+            self._workerless_s = now
+        return self._workerless_s is not None and now - self._workerless_s >= self._limits.no_worker_s
 
     def _ingress_lost(self, now: float, ingress: IngressId) -> None:
         """What waits is dropped. One that was only frozen hears of it when it comes back, within `remember_s`."""
@@ -340,9 +363,9 @@ class RequestTable:
             return DeadlineExceeded("the request's budget was spent before it reached the scheduler")
         if submit.attempt.epoch > 1 or now < self._gather_until_s:
             return None
-        if not any(view.role == "decode" for view in self._registry.views()):
-            self.refusals["no_worker"] += 1
-            return Unavailable("no decode worker is up", retry_after_s=2.0)
+        if self._is_workerless(now):
+            self.refusals[NO_WORKER] += 1
+            return _no_worker()
         wait_s = self._predict(grant, submit)
         if len(self._book.queue) >= self._limits.queue_bound:
             self.refusals["queue_full"] += 1
@@ -357,6 +380,10 @@ class RequestTable:
             retry_s = forecast.retry_after_s(wait_s, bearable_s, self._rng.random())
             return Overloaded(f"predicted wait {wait_s:.1f} s exceeds {bearable_s:.1f} s", retry_after_s=retry_s)
         return None
+
+
+def _no_worker() -> Unavailable:
+    return Unavailable("no decode worker is up", retry_after_s=2.0, code=NO_WORKER)
 
 
 def _refusal(error: BatonError) -> m.Refusal:

@@ -408,7 +408,9 @@ class SchedulerService:
             await self._bus.request(build(view.worker, "cancel"), cancel, m.Cancelled, timeout_s=REPLY_S)
         except BatonError as exc:
             log.info("quiet worker %s: %s", view.worker, exc)
-            if exc.code == NO_RESPONDERS:
-                lost = self._workers.nobody_listens(view.worker, asked_s, self._clock())
-                if lost is not None:
-                    self._worker_lost(lost)
+            if exc.code != NO_RESPONDERS:
+                self._workers.no_answer(view.worker, asked_s, self._clock())
+                return
+            lost = self._workers.nobody_listens(view.worker, asked_s, self._clock())
+            if lost is not None:
+                self._worker_lost(lost)

@@ -1,10 +1,10 @@
 """Which workers a pool has, by their beats. Clock passed in (seconds, monotonic).
 
-A worker counts from its first beat until its lease ends without one, its process is replaced (a higher incarnation), or
-it is found gone: one that missed two beats is asked, and when nobody listens any more its process has ended. The lease
-is for freezes and partitions. One whose fingerprint differs from the pool's cannot exchange KV with the others and is
-refused. Between beats the registry lowers a worker's free blocks and slots by what was placed on it: the next beat
-corrects.
+A worker counts from its first beat until its lease ends without one, its process is replaced (a higher incarnation),
+its engine stands still by its own word, or it is found gone: one that missed two beats is asked, and when nobody
+listens any more its process has ended. The lease is for freezes and partitions; who is silent and does not answer gets
+nothing new meanwhile. One whose fingerprint differs from the pool's cannot exchange KV with the others and is refused.
+Between beats the registry lowers a worker's free blocks and slots by what was placed on it: the next beat corrects.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from shared.contracts.parts import AttemptProgress, ClassRoom
 QUIET_S = 2.5
 """Two beats and a half: a worker silent for longer is asked whether it is there."""
 ASK_EVERY_S = 1.0
+UNRESPONSIVE_S = 5.0
+"""One silent for so long that did not answer either gets nothing new."""
 REMEMBER_LOST_S = 60.0
 """How long beats a lost process sent before are known for old."""
 
@@ -31,7 +33,7 @@ class LostWorker:
     worker: WorkerId
     incarnation: Incarnation
     role: str
-    reason: str  # lease_expired | replaced | gone
+    reason: str  # lease_expired | replaced | gone | stalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class _Entry:
     beat: WorkerBeat
     heard_s: float
     asked_s: float = float("-inf")
+    unresponsive: bool = False
     placed_blocks: tuple[int, ...] = ()
     placed_sequences: int = 0
     placed_tokens: int = 0
@@ -87,6 +90,8 @@ class WorkerRegistry:
         if (beat.incarnation, beat.number) <= (incarnation, number):
             return BeatOutcome(taken=False)
         old = self._entries.get(beat.worker)
+        if beat.stalled:
+            return BeatOutcome(taken=False, replaced=self.lose(beat.worker, now, "stalled"))
         if old is not None:
             if (beat.incarnation, beat.number) <= (old.beat.incarnation, old.beat.number):
                 return BeatOutcome(taken=False)
@@ -135,6 +140,12 @@ class WorkerRegistry:
         entry = self._entries.get(worker)
         return self.lose(worker, now, "gone") if entry is not None and entry.heard_s <= asked_s else None
 
+    def no_answer(self, worker: WorkerId, asked_s: float, now: float) -> None:
+        """A question put at `asked_s` was not answered, though somebody listens."""
+        entry = self._entries.get(worker)
+        if entry is not None and entry.heard_s <= asked_s and now - entry.heard_s >= UNRESPONSIVE_S:
+            entry.unresponsive = True
+
     def lose(self, worker: WorkerId, now: float, reason: str) -> LostWorker | None:
         """Forget a worker, and what it may still have sent. None if it was not known."""
         entry = self._entries.pop(worker, None)
@@ -144,9 +155,7 @@ class WorkerRegistry:
         self._lost[worker] = beat.incarnation, beat.number, now + REMEMBER_LOST_S
         return LostWorker(worker, beat.incarnation, beat.role, reason)
 
-    def note_placed(
-        self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int, num_sequences: int = 1
-    ) -> None:
+    def note_placed(self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int, num_sequences: int = 1) -> None:
         """Count a placement until the worker's next beat shows it."""
         entry = self._entries.get(worker)
         if entry is None:
@@ -161,8 +170,8 @@ class WorkerRegistry:
         return None if entry is None else _view(entry)
 
     def views(self) -> list[WorkerView]:
-        """Every live worker, by id."""
-        return [_view(self._entries[worker]) for worker in sorted(self._entries)]
+        """Every live worker, by id, but those that neither beat nor answer."""
+        return [_view(entry) for _, entry in sorted(self._entries.items()) if not entry.unresponsive]
 
     def attempts(self) -> Iterator[tuple[WorkerBeat, AttemptProgress]]:
         """What live decode workers last said they hold."""

@@ -28,6 +28,8 @@ from typing import ClassVar
 
 import msgspec
 
+NO_WORKER = "no_worker"
+"""Code of the error with which a scheduler answers that has had no decode worker for a while."""
 WORKER_STOPPING = "worker_stopping"
 """Code of the error with which a worker that is stopped on purpose ends what it still runs."""
 PURGED = "purged"

@@ -482,6 +482,7 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     links: tuple[KvLink, ...] = ()  # to the workers it pulled from of late
     rooms: tuple[ClassRoom, ...] = ()  # what a newcomer of each of CLASSES can have, what lower ones hold included
     classes: tuple[str, ...] = ()  # it takes requests of; none named: of all
+    stalled: bool = False  # its engine has ended no step for longer than any takes
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

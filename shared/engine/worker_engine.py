@@ -169,6 +169,13 @@ class WorkerEngine:
         """The step-time model as beats carry it."""
         return self._fit.model.wire()
 
+    @property
+    def longest_step_s(self) -> float:
+        """Seconds the step-time model says of the longest step there can be."""
+        o = self.options
+        tokens, positions = max(o.token_budget, o.lone_token_budget), self.facts.max_positions
+        return self._fit.model.predict(tokens, o.max_num_seqs, tokens * positions)
+
     def require_grammar(self, grammar: str) -> None:
         """Compile a grammar before its first step. May block for as long as that takes.
 

@@ -35,6 +35,7 @@ from shared.contracts.parts import AttemptProgress, KvEnd, KvLink
 from shared.engine.batcher import Batcher
 from shared.engine.batcher_gauges import Gauges
 from shared.engine.sequence_update import SequenceUpdate
+from shared.engine.stall import StallClock
 from shared.engine.worker_engine import WorkerEngine, boot_id, host_name
 from shared.engine.worker_fences import Fences
 from shared.engine.worker_metrics import expose_engine
@@ -106,8 +107,12 @@ class WorkerShell:
         clock: Callable[[], float] = time.monotonic,
         *,
         metrics: Metrics,
+        stall_s: float = 10.0,
     ) -> None:
-        """`pool` is the model pool's name; the core's engine must have been started."""
+        """`pool` is the model pool's name; the core's engine must have been started.
+
+        `stall_s`: an engine that ended no step for so long, and for longer than its steps take, stands still.
+        """
         self.metrics = metrics
         self.tracer = tracer or get_tracer("baton")
         self.bus = bus
@@ -116,6 +121,8 @@ class WorkerShell:
         self.incarnation = Incarnation(time.time_ns())
         self.clock = clock
         self.draining = False
+        self.stalled = False
+        self._stall = StallClock(stall_s)
         self.publisher = Publisher(bus)
         self.tagger = Tagger(bus, self.publisher, core.engine, worker, self.incarnation, len(core.facts.layout.groups))
         self.peers: dict[WorkerId, Peer] = {}
@@ -192,6 +199,10 @@ class WorkerShell:
         peer = self.peers.get(worker)
         return peer.beat.total_blocks if peer is not None and peer.beat.incarnation == incarnation else ()
 
+    def fault(self) -> str:
+        """That the engine stands still, in words; empty while it moves."""
+        return f"the engine has ended no step for {self._stall.still_s:.0f} s" if self.stalled else ""
+
     # ------------------------------------------------------------------------------------------ inside
 
     def hop(self, fn: Callable[..., object], *arguments: object) -> None:
@@ -252,12 +263,20 @@ class WorkerShell:
         while True:
             await asyncio.sleep(TICK_S)
             now = self.clock()
+            self._look(now)
             with _Guarded("tick"):
                 self._role.tick(now)
             if now >= look_at:
                 look_at = now + BEAT_S
                 for worker in [w for w, p in self.peers.items() if now - p.seen_at > PEER_FORGET_S]:
                     del self.peers[worker]
+
+    def _look(self, now: float) -> None:
+        stalled = self._stall.look(self.core.engine.progress, self.core.longest_step_s, now)
+        if stalled != self.stalled:
+            self.stalled = stalled
+            log.error("%s", self.fault()) if stalled else log.warning("the engine goes on")
+            self.changed()
 
     async def _probe_loop(self) -> None:
         """A process that dies lets go of the lock on its pool file: seen here long before its beats are missed."""
@@ -312,6 +331,7 @@ class WorkerShell:
             links=self.links(),
             rooms=gauges.rooms if gauges is not None else (),
             classes=options.classes,
+            stalled=self.stalled,
         )
 
 

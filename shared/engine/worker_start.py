@@ -50,7 +50,10 @@ async def start_shell(runtime: Runtime, role: str) -> tuple[WorkerShell, Fences]
         )
     fences = Fences()
     tracer, metrics = runtime.telemetry.tracer, runtime.metrics
-    return WorkerShell(runtime.bus, core, worker, settings.model.pool, fences, tracer, metrics=metrics), fences
+    pool, stall_s = settings.model.pool, settings.scheduler.worker_timeout_s
+    shell = WorkerShell(runtime.bus, core, worker, pool, fences, tracer, metrics=metrics, stall_s=stall_s)
+    runtime.watchdog.watch(shell.fault)
+    return shell, fences
 
 
 def grant_check(runtime: Runtime) -> Callable[[SignedGrant], Grant]:

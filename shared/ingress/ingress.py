@@ -43,7 +43,7 @@ from shared.contracts.messages import (
     WorkerLost,
 )
 from shared.ingress.config import IngressConfig
-from shared.ingress.liveness import Liveness
+from shared.ingress.liveness import Liveness, scheduler_of
 from shared.ingress.quotas import Quotas
 from shared.ingress.request_metrics import read_in_flight
 from shared.ingress.request_plan import RequestPlan
@@ -101,7 +101,7 @@ class Ingress:
         self.metrics.serve_models(models.names)
         self.metrics.before_scrape(self._read_metrics)
         self.sessions: dict[RequestId, Session] = {}
-        self.liveness = Liveness(config.alive_s)
+        self.liveness = Liveness(config.alive_s, models.pools)
         self.quotas = Quotas()
         self.draining = False
         self._drained = False
@@ -310,7 +310,7 @@ class Ingress:
             log.warning("beat of pool %s on %s dropped", beat.pool, delivery.subject)
             return
         now = self._clock()
-        self.liveness.heard_service("scheduler", now)
+        self.liveness.heard_service(scheduler_of(beat.pool), now)
         if self._on_beat is not None:
             self._on_beat(beat, now)
         if beat.term <= self._terms[beat.pool]:
@@ -325,7 +325,9 @@ class Ingress:
         now = self._clock()
         self.liveness.heard_worker(beat.worker, now)
         if beat.pool in self._terms:
-            self.liveness.heard_service(beat.role, now)
+            if beat.role == "decode":
+                serves = not (beat.draining or beat.stalled)
+                self.liveness.decoder_beat(beat.worker, beat.pool, serves=serves, now=now)
             if self._on_beat is not None:
                 self._on_beat(beat, now)
 

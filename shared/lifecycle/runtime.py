@@ -34,6 +34,7 @@ from shared.contracts.errors import BatonError, SettingsError
 from shared.lifecycle.logs import set_up_logs
 from shared.lifecycle.ready import READY_VARIABLE, read_ready, report_failed, report_ready
 from shared.lifecycle.stop import STOP_LIMIT_S, stop_on_signals
+from shared.lifecycle.watchdog import Watchdog
 from shared.settings.load import load_settings, settings_file
 from shared.settings.sections import Settings
 from shared.store.secrets import read_secret, read_secret_text, secret_path
@@ -54,7 +55,7 @@ class Runtime:
 
     `service` is the name of the NATS user and of `service.name` (with hyphens). `stop` is set by SIGTERM, SIGINT, or
     when the bus gives up. What `main` enters into `stack` is left before the bus closes. `metrics` are served at
-    `metrics_url` (empty: they are not).
+    `metrics_url` (empty: they are not). `watchdog` watches from `ready` on.
     """
 
     service: str
@@ -66,6 +67,7 @@ class Runtime:
     telemetry: Telemetry
     metrics: Metrics
     metrics_url: str
+    watchdog: Watchdog
     _reported: bool = False
 
     def ready(self, **facts: Any) -> None:
@@ -82,13 +84,12 @@ class Runtime:
         log.info("ready%s", "".join(f" {name}={value}" for name, value in facts.items()))
         report_ready(self.env, metrics_url=self.metrics_url, **facts)
         self._reported = True
+        self.watchdog.start()
 
     @property
     def superseded(self) -> bool:
         """Another process has reported ready after this one did, and in its place: a rolling restart."""
-        path = self.env.get(READY_VARIABLE)
-        facts = read_ready(Path(path)) if path and self._reported else None
-        return facts is not None and facts.get("pid") != os.getpid()
+        return self._reported and not _is_ours(_ready_path(self.env))
 
     def secret(self, variable: str) -> bytes:
         """The secret in the file an environment variable names. Raises SettingsError."""
@@ -120,12 +121,26 @@ async def service_runtime(
         bus = await outer.enter_async_context(connect_bus(settings.bus.nats_url, service, password=password, lost=stop))
         telemetry = await outer.enter_async_context(setup_telemetry(service, bus, settings.telemetry.otlp_endpoint))
         metrics, url = process_metrics(service, settings, bus, telemetry), ""
+        ready = _ready_path(env)
+        watchdog = Watchdog(ready, settings.lifecycle.hang_s, lambda: _is_ours(ready))
+        outer.callback(watchdog.stop)
         if settings.metrics.enabled:
-            listener = serve_metrics(metrics, settings.metrics.host, settings.metrics.port)
+            listener = serve_metrics(metrics, settings.metrics.host, settings.metrics.port, watchdog.fault)
             url = metrics_url(settings.metrics.host, await outer.enter_async_context(listener))
         stack = await outer.enter_async_context(AsyncExitStack())
-        yield Runtime(service, settings, bus, stop, stack, env, telemetry, metrics, url)
+        yield Runtime(service, settings, bus, stop, stack, env, telemetry, metrics, url, watchdog)
         log.info("stopping")
+
+
+def _ready_path(env: Mapping[str, str]) -> Path | None:
+    path = env.get(READY_VARIABLE)
+    return Path(path) if path else None
+
+
+def _is_ours(ready: Path | None) -> bool:
+    """False when another process has reported ready in this one's file."""
+    facts = read_ready(ready) if ready is not None else None
+    return facts is None or facts.get("pid") == os.getpid()
 
 
 def run_service(

@@ -195,7 +195,9 @@ class SchedulerSettings(Section):
     max_queued: int = Field(1024, ge=1, description="most requests waiting; the next is refused")
     slo_ttft_s: float = Field(60.0, gt=0, description="longest predicted wait of an interactive request, seconds")
     beat_s: float = Field(1.0, gt=0, description="interval of the scheduler's beats, seconds")
-    worker_timeout_s: float = Field(10.0, ge=2, description="silence after which a worker counts as lost, seconds")
+    worker_timeout_s: float = Field(
+        10.0, ge=2, description="silence, or a step without end, after which a worker counts as lost, seconds"
+    )
     lease_s: float = Field(5.0, ge=1, description="leader's lease, seconds")
 
 
@@ -268,6 +270,17 @@ class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity written")
 
 
+class LifecycleSettings(Section):
+    """How processes that stand still are found and ended."""
+
+    hang_s: float = Field(
+        30.0,
+        ge=0,
+        description="a process that stands still for so long is ended, and started again by `./baton up` or compose, "
+        "seconds; 0: never",
+    )
+
+
 class MetricsSettings(Section):
     """Prometheus metrics: every process serves `/metrics` on a listener of its own."""
 
@@ -306,6 +319,7 @@ class Settings(BaseModel):
     store: StoreSettings = StoreSettings()
     workers: WorkersSettings = WorkersSettings()
     log: LogSettings = LogSettings()
+    lifecycle: LifecycleSettings = LifecycleSettings()
     metrics: MetricsSettings = MetricsSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

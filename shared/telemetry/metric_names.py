@@ -339,7 +339,7 @@ WORKERS_LOST = Metric(
     "counter",
     "Workers given up, by role and why.",
     ("scheduler",),
-    {"role": ROLES, "reason": ("gone", "lease_expired", "replaced")},
+    {"role": ROLES, "reason": ("gone", "lease_expired", "replaced", "stalled")},
 )
 LIVE_WORKERS = Metric("baton_live_workers", "gauge", "Workers heard lately, by role.", ("scheduler",), {"role": ROLES})
 LEADING = Metric("baton_leader", "gauge", "1 in the scheduler that leads its pool, else 0.", ("scheduler",), MODEL)

@@ -1,4 +1,4 @@
-"""`GET /metrics` of one process, on a listener of its own: no thread, one connection a scrape, everything bounded.
+"""`GET /metrics` and `/health` of one process, on a listener of its own: no thread, a connection a scrape, all bounded.
 
 It is not the clients' door: whoever may see load and tenants is decided by the address, which is the loopback unless an
 operator sets another.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from shared.contracts.errors import SettingsError
@@ -17,7 +17,7 @@ from shared.telemetry.metrics import Metrics
 
 log = logging.getLogger("baton.telemetry")
 
-PATH = "/metrics"
+PATH, HEALTH_PATH = "/metrics", "/health"
 MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 16
 """Scrapes at the same time; another is closed at once."""
@@ -32,8 +32,12 @@ def metrics_url(host: str, port: int) -> str:
 
 
 @asynccontextmanager
-async def serve_metrics(metrics: Metrics, host: str, port: int) -> AsyncIterator[int]:
+async def serve_metrics(
+    metrics: Metrics, host: str, port: int, fault: Callable[[], str] = lambda: ""
+) -> AsyncIterator[int]:
     """Answer scrapes while the block runs; yields the port. Raises SettingsError when it cannot listen there.
+
+    `/health` is 200 while `fault` gives nothing, and else 503 with its words.
 
     A port that was asked for is shared with other processes of this user: in a rolling restart two have it for a while.
     """
@@ -45,7 +49,7 @@ async def serve_metrics(metrics: Metrics, host: str, port: int) -> AsyncIterator
             f"cannot serve metrics on {host} port {port}: {exc.strerror}; choose another port (0 takes a free one)",
             param="metrics.port",
         ) from exc
-    server = _Server(metrics)
+    server = _Server(metrics, fault)
     listening = await asyncio.start_server(server.connected, sock=listener, limit=MAX_HEAD_BYTES)
     try:
         yield int(listener.getsockname()[1])
@@ -55,8 +59,9 @@ async def serve_metrics(metrics: Metrics, host: str, port: int) -> AsyncIterator
 
 
 class _Server:
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, fault: Callable[[], str]) -> None:
         self._metrics = metrics
+        self._fault = fault
         self._tasks: set[asyncio.Task[object]] = set()
 
     def abort(self) -> None:
@@ -89,8 +94,12 @@ class _Server:
         path = rest.partition(" ")[0].partition("?")[0]
         if method not in ("GET", "HEAD"):
             return _response("405 Method Not Allowed", b"GET only\n")
+        if path == HEALTH_PATH:
+            fault = self._fault()
+            status = "503 Service Unavailable" if fault else "200 OK"
+            return _response(status, f"{fault or 'alive'}\n".encode(), with_body=method == "GET")
         if path != PATH:
-            return _response("404 Not Found", b"metrics are at /metrics\n")
+            return _response("404 Not Found", b"metrics are at /metrics, liveness at /health\n")
         accept = next((line.partition(":")[2] for line in lines if line.lower().startswith("accept:")), "")
         body, content_type = self._metrics.exposition(accept.strip())
         return _response("200 OK", body, content_type, with_body=method == "GET")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import BatonError, Overloaded, Unavailable
+from shared.contracts.errors import NO_WORKER, BatonError, Overloaded, Unavailable
 from shared.text.stream_choice import StreamRules
 from shared.text.stream_effects import SubmitAttempt
 
@@ -46,7 +46,8 @@ class StreamSubmission:
             first: the failed submit was of the first epoch.
         """
         fresh = first and not self.taken
-        passing = isinstance(error, Unavailable) or (isinstance(error, Overloaded) and not fresh)
+        meant = isinstance(error, Overloaded) or error.code == NO_WORKER  # by a scheduler, which has waited itself
+        passing = isinstance(error, Unavailable | Overloaded) and not (meant and fresh)
         if not passing or (fresh and now + self._rules.resubmit_s > self._first_until):
             return False
         self._again_at = now + self._rules.resubmit_s

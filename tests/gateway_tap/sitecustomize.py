@@ -1,4 +1,5 @@
-"""Imported by each Python that has this folder on its path, at its start: a gateway's answers are written for tests."""
+"""Imported by each Python that has this folder on its path, at its start: a gateway writes its answers for tests, and
+a worker has the faults that a test switches."""
 
 import os
 import sys
@@ -9,3 +10,7 @@ if sys.orig_argv[1:] == ["-m", "services.gateway"]:
     from tests.answer_tap import watch_gateways
 
     watch_gateways(AnswerWriter(Path(os.environ[FOLDER_VARIABLE])).take)
+elif "FAULTS_FOLDER" in os.environ and sys.orig_argv[1:] in (["-m", "services.prefill"], ["-m", "services.decode"]):
+    from tests.fault_switch import install
+
+    install(Path(os.environ["FAULTS_FOLDER"]))

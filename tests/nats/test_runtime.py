@@ -105,6 +105,30 @@ def test_a_failure_is_one_line_and_an_exit_code(
     assert code == 1 or "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    "stuck", ["time.sleep(60)", "runtime.watchdog.watch(lambda: 'the engine stands still'); await runtime.stop.wait()"]
+)
+def test_what_stands_still_is_ended_and_leaves_its_stacks(service: Service, stuck: str) -> None:
+    process = service.start(f"runtime.ready(); {stuck}", BATON_LIFECYCLE_HANG_S="1.5")
+    code, errors = end(process)
+    assert code == 1
+    assert "Timeout (0:00:01.500000)!" in errors
+    assert 'File "<string>", line' in errors or "run_service" in errors
+
+
+def test_what_moves_is_left_alone(service: Service) -> None:
+    process = service.start(PLAIN, BATON_LIFECYCLE_HANG_S="3")
+    service.wait_ready()
+    first = service.ready.stat().st_mtime
+    deadline = time.monotonic() + 30
+    while service.ready.stat().st_mtime < first + 3.5:  # longer than it may stand still
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 0
+
+
 def test_a_stop_that_hangs_ends_and_a_second_signal_ends_it_at_once(service: Service) -> None:
     hang = "runtime.stack.push_async_callback(asyncio.sleep, 60); " + PLAIN
     process = service.start(hang)

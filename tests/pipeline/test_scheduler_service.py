@@ -129,7 +129,7 @@ class World:
 
 
 def settings(name: str = "scheduler-1", *, worker_lease_s: float = 0.5, **limits: Any) -> SchedulerConfig:
-    table = TableLimits(**({"gather_s": 0.15, "event_resend_s": 0.1} | limits))
+    table = TableLimits(**({"gather_s": 0.15, "event_resend_s": 0.1, "no_worker_s": 0.0} | limits))
     return SchedulerConfig(
         scheduler_id=name, leader_ttl_s=1.5, tick_s=0.02, beat_s=0.1, worker_lease_s=worker_lease_s, limits=table
     )
@@ -222,7 +222,8 @@ async def test_a_silent_worker_is_lost_and_queued_work_ends_with_its_budget() ->
         assert isinstance(world.events[1], m.WorkerLost)
         refused = await world.submit(submit("new"))
         assert isinstance(refused, m.Refusal)
-        await world.submit(submit("resumed", epoch=2), budget_s=0.3)
+        resumed = msgspec.structs.replace(submit("resumed", epoch=2), num_prompt_tokens=1)  # its client has tokens
+        await world.submit(resumed, budget_s=0.3)
         await until(lambda: len(world.events) == 3)
         assert world.events[2].error.code == "DeadlineExceeded/deadline_exceeded"
         assert scheduler.table is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, PlacingEnded
 from services.scheduler.record import State
 from shared.contracts import messages as m
@@ -237,12 +239,12 @@ def test_never_fits_is_refused_at_once() -> None:
 
 
 def test_early_refusals() -> None:
-    bench = Bench(queue_bound=2)
+    bench = Bench(queue_bound=2, no_worker_s=0.0)
 
     def code(answer: m.Queued | m.Refusal) -> str:
         return answer.error.code if isinstance(answer, m.Refusal) else ""
 
-    assert code(bench.submit(submit("a"))) == "Unavailable/unavailable"
+    assert code(bench.submit(submit("a"))) == "Unavailable/no_worker"
     assert code(bench.submit(submit("b", epoch=2))) == ""  # it ran before: it may wait for a worker
     bench.beat("d1", free_blocks=(0,))
     assert code(bench.submit(submit("c", age_s=200.0))) == "DeadlineExceeded/deadline_exceeded"
@@ -252,6 +254,35 @@ def test_early_refusals() -> None:
     assert 1 <= slow.error.retry_after_s <= 60
     assert code(bench.submit(submit("e"))) == ""
     assert code(bench.submit(submit("f"))) == "Overloaded/overloaded"
+
+
+def test_without_a_decode_worker_who_has_no_token_waits_a_moment_and_is_refused() -> None:
+    # Given a worker that is lost, with one request that has tokens and one that has none waiting for another
+    bench = Bench(no_worker_s=5.0)
+    bench.beat("d1")
+    bench.lose("d1")
+    begun = submit("begun", 20, epoch=2)
+    begun = msgspec.structs.replace(begun, num_prompt_tokens=15)
+    for request in (begun, submit("new"), submit("again", epoch=2)):
+        assert isinstance(bench.submit(request), m.Queued)
+    # When no worker comes for as long as one takes to start again
+    bench.tick(4.9)
+    assert bench.told[1:] == []
+    bench.tick(0.2)
+    # Then who has no token is told, who has some goes on waiting, and a newcomer is refused at once
+    refused = [event for event in bench.told if isinstance(event, m.PlacementRefused)]
+    assert {(e.attempt.request_id, e.error.code) for e in refused} == {
+        ("new", "Unavailable/no_worker"),
+        ("again", "Unavailable/no_worker"),
+    }
+    late = bench.submit(submit("late"))
+    assert isinstance(late, m.Refusal)
+    assert late.error.code == "Unavailable/no_worker"
+    assert late.error.retry_after_s > 0
+    # And when a worker is up again, all are served
+    bench.beat("d2")
+    assert isinstance(bench.submit(submit("next")), m.Queued)
+    assert bench.table.record(begun.attempt.request_id) is not None
 
 
 def test_a_queue_of_batch_work_turns_no_interactive_request_away() -> None:

@@ -71,6 +71,32 @@ def test_a_silent_worker_is_asked_once_a_second_and_is_gone_when_nobody_listens(
     assert [v.worker for v in workers.views()] == ["p1"]
 
 
+def test_who_is_silent_and_does_not_answer_gets_nothing_new_until_it_beats() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1"))
+    workers.no_answer(WorkerId("d1"), asked_s=3.0, now=4.0)  # not silent for long
+    assert [v.worker for v in workers.views()] == ["d1"]
+    workers.no_answer(WorkerId("d1"), asked_s=4.0, now=5.0)
+    assert workers.views() == []
+    assert WorkerId("d1") in workers  # what it runs is not given up before its lease ends
+    workers.on_beat(6.0, beat("d1", number=2))
+    assert [v.worker for v in workers.views()] == ["d1"]
+    workers.no_answer(WorkerId("d1"), asked_s=5.9, now=11.5)  # it has beaten since
+    assert [v.worker for v in workers.views()] == ["d1"]
+
+
+def test_a_worker_whose_engine_stands_still_is_lost_until_it_goes_on() -> None:
+    workers = registry()
+    workers.on_beat(0.0, beat("d1"))
+    outcome = workers.on_beat(1.0, beat("d1", number=2, stalled=True))
+    assert outcome.replaced is not None
+    assert (outcome.taken, outcome.replaced.worker, outcome.replaced.reason) == (False, "d1", "stalled")
+    again = workers.on_beat(2.0, beat("d1", number=3, stalled=True))
+    assert (again.taken, again.replaced) == (False, None)
+    assert workers.on_beat(3.0, beat("d1", number=4)).joined
+    assert [v.worker for v in workers.views()] == ["d1"]
+
+
 def test_silence_counts_only_while_we_could_have_heard() -> None:
     workers = registry()
     workers.on_beat(0.0, beat("d1"))
