@@ -323,10 +323,13 @@ class PrefillWorker:
                     for group, (table, positions) in enumerate(zip(reservation.tables, due, strict=True))
                     for position in positions
                 ]
-                digests = await loop.run_in_executor(
-                    self._thread, self.shell.core.digest_blocks, source.attempt, blocks
-                )
+                core = self.shell.core
+                finite = await loop.run_in_executor(self._thread, core.are_finite, blocks)
+                digests = await loop.run_in_executor(self._thread, core.digest_blocks, source.attempt, blocks)
                 if self.table.get(source.attempt) is not source:
+                    break
+                if not finite:
+                    self._distrust(run)
                     break
                 named = _refs(blocks, digests, len(due))
                 if self._server is not None:
@@ -337,6 +340,13 @@ class PrefillWorker:
             self._apply([source.fail(to_wire(Internal("digest failed")), self.shell.clock())])
         finally:
             run.naming = False
+
+    def _distrust(self, run: Run) -> None:
+        """Its KV is no good: the decode worker computes the prompt itself, and what is here is used by nobody."""
+        log.error("KV of %s is not finite", run.source.attempt.request_id, extra={"span": run.span})
+        self.shell.post(lambda batcher: batcher.distrust(run.seq_id))
+        error = to_wire(Internal("the KV is not finite", code="engine_error"))
+        self._apply([run.source.fail(error, self.shell.clock())])
 
     def _apply(self, effects: Iterable[SourceEffect]) -> None:
         for effect in effects:

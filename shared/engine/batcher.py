@@ -295,6 +295,15 @@ class Batcher:
                 self._end_from_outside(seq, CANCELLED)
         return self.pool.purge(tenant, below)
 
+    def distrust(self, seq_id: str) -> None:
+        """Its KV was found to hold what is no number: it ends with `error`, and nothing of it is used again."""
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            return
+        condemn(self.pool, seq)
+        self._fail(seq, NOT_FINITE)
+        self._let_go(seq)
+
     def expire(self, now: float) -> None:
         """Forget blocks whose time is over; see `GroupPool.expire`. `now`: seconds on a monotonic clock."""
         self.pool.expire(now)

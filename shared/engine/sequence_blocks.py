@@ -93,9 +93,13 @@ def known_tags(pool: BlockPool, seq: Sequence) -> tuple[tuple[BlockTag, ...], ..
 
 
 def condemn(pool: BlockPool, seq: Sequence) -> None:
-    """Its own blocks lose their tags and are zeroed before any reuse, those that a preemption took among them."""
+    """Its blocks lose their tags and are zeroed before any reuse, those that a preemption took among them.
+
+    Those it shares too, once their other readers have let go: nobody knows which block it was, and a bad one that stayed
+    in the cache would end every request that finds it.
+    """
     for group, table in zip(pool.groups, seq.tables, strict=True):
-        group.condemn(table.own)
+        group.condemn(table.block_ids)
     for group, table in zip(pool.groups, seq.former, strict=False):
         for block_id, generation in zip(table.own, table.generations[table.num_shared :], strict=True):
             group.condemn_given_up(block_id, generation)

@@ -33,6 +33,7 @@ from shared.engine.step_fit import StepTimeFit
 from shared.engine.step_time import DEFAULT_MODEL, StepObservation, StepTimeModel
 from shared.grammar.compiler import LazyCompiler
 from shared.kv.eviction import Eviction
+from shared.kv.finite import span_is_finite
 from shared.kv.layout import PoolLayout
 from shared.kv.pool_file import SUFFIX, sweep
 from shared.kv.transfer import SharedMemoryTransport, Transport, digest_blocks
@@ -198,6 +199,14 @@ class WorkerEngine:
 
             return digests_on_device(self, attempt, blocks)
         return digest_blocks(self.pool.span, attempt, blocks)
+
+    def are_finite(self, blocks: Sequence[tuple[int, int, int, int]]) -> bool:
+        """Whether our own final blocks, named as for `digest_blocks`, hold numbers only. On a GPU nobody looks: there a
+        bad one shows in the rows that read it."""
+        if self.options.device == "cuda":
+            return True
+        groups = self.facts.layout.groups
+        return all(span_is_finite(self.pool.span(group, block), groups[group]) for group, block, _, _ in blocks)
 
     def open_transport(self) -> Transport:
         """How this worker reads peers' blocks into its own pool."""

@@ -317,16 +317,39 @@ def test_rows_that_are_not_finite_end_with_error_and_their_blocks_are_zeroed_fir
     batcher.check()
 
 
-def test_a_shared_prefix_outlives_the_bad_rows_of_one_reader() -> None:
+def test_nobody_finds_the_prefix_of_bad_rows_again_and_who_reads_it_goes_on() -> None:
     batcher = make_batcher()
     batcher.reserve(make_spec("a", prompt=8, max_tokens=2))
     [tags] = tag_all(batcher, run_dry(batcher))
     batcher.reserve(make_spec("bad", prompt=9, max_tokens=2, tags=(tuple(tags),)))
+    batcher.reserve(make_spec("other", prompt=9, max_tokens=2, tags=(tuple(tags),)))
     plan = batcher.plan()
     assert plan is not None
-    batcher.commit(output_of(plan, bad_rows=frozenset({0})))
-    assert len(batcher.take_blocks_to_zero()) == 1
-    assert batcher.reserve(make_spec("c", prompt=9, tags=(tuple(tags),))).num_cached_tokens == 8
+    row = [r.seq_id for r in plan.sequences].index("bad")
+    ends = {u.seq_id: u.finish for u in batcher.commit(output_of(plan, bad_rows=frozenset({row})))}
+    assert ends == {"bad": "error", "other": ""}
+    assert len(batcher.take_blocks_to_zero()) == 1, "its own; the prefix is still read"
+    assert batcher.reserve(make_spec("c", prompt=9, tags=(tuple(tags),))).num_cached_tokens == 0
+    batcher.cancel("c")
+    batcher.cancel("other")
+    assert len(batcher.take_blocks_to_zero()) == 2, "the prefix, now that nobody reads it"
+    batcher.check()
+
+
+def test_a_sequence_that_is_distrusted_ends_and_its_blocks_are_zeroed() -> None:
+    batcher = make_batcher(depth=1)
+    batcher.reserve(make_spec("bad", prompt=8, max_tokens=4))
+    plan = batcher.plan()
+    assert plan is not None
+    batcher.distrust("bad")
+    [update] = batcher.take_updates()
+    assert (update.seq_id, update.finish, update.completed) == ("bad", "error", ((),))
+    assert batcher.take_blocks_to_zero() == (), "a step in flight still names them"
+    batcher.commit(output_of(plan, constant(50)))
+    assert len(batcher.take_blocks_to_zero()) == 3
+    batcher.distrust("bad")
+    assert batcher.is_idle
+    batcher.check()
 
 
 def test_a_failed_step_ends_its_sequences_only() -> None:
