@@ -77,7 +77,7 @@ async def main(runtime: Runtime) -> None:
     purges = Purges(runtime.bus, redis, admin, owned, watch, signer)
     await purges.start()
     runtime.stack.push_async_callback(purges.stop)
-    await runtime.stack.enter_async_context(_looking(purges.sweep))
+    await runtime.stack.enter_async_context(_looking(purges.sweep, period=purges.pause_s))
     desk = AdminDesk(runtime.bus, admin, records, accounts, purges)
     await desk.start()
     runtime.stack.push_async_callback(desk.stop)
@@ -86,12 +86,14 @@ async def main(runtime: Runtime) -> None:
 
 
 @asynccontextmanager
-async def _looking(*looks: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def _looking(
+    *looks: Callable[[], Awaitable[None]], period: float | Callable[[], float] = LOOK_S
+) -> AsyncIterator[None]:
     async def look() -> None:
         for one in looks:
             await one()
 
-    task = asyncio.create_task(every(LOOK_S, look, log))
+    task = asyncio.create_task(every(period, look, log))
     try:
         yield
     finally:

@@ -47,6 +47,8 @@ LISTENED_S = 3.0
 """Beats come once a second: whoever lives was heard after so long."""
 FIRST_AGAIN_S, MOST_AGAIN_S = 1.0, 30.0
 """Pauses between publications of an order."""
+SWEEP_S, HURRIED_S, HURRY_S = 1.0, 0.2, 10.0
+"""Pauses between sweeps, and for how long after an order they are short."""
 ASK_S = 1.0
 GONE_S = 3.0
 """An ingress that nobody listens for during so long has ended, and what it held with it."""
@@ -88,6 +90,7 @@ class Purges:
         self._nobody: dict[str, float] = {}  # since when nobody listens for an ingress
         self._rewriting: set[str] = set()  # purges whose rewrite of the append-only file is under way
         self._batch_known = False
+        self._hurried_until = float("-inf")
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -126,6 +129,7 @@ class Purges:
         )
         await self._store.add(record)
         await self._publish(record)
+        self._hurried_until = self._clock() + HURRY_S
         await self._admin.audit("purge_ordered", record.tenant, record.purge_id)
         return await self.shown(record.purge_id)
 
@@ -159,6 +163,10 @@ class Purges:
         return (*services, *sorted(processes), STORE)
 
     # ------------------------------------------------------------------------------------------ carried out
+
+    def pause_s(self) -> float:
+        """Until the next sweep: shorter while somebody waits for a receipt."""
+        return HURRIED_S if self._clock() < self._hurried_until else SWEEP_S
 
     async def sweep(self) -> None:
         """Tell again, carry out policy's own part, and close what is complete. Raises Unavailable; call again then."""
