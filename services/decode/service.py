@@ -25,6 +25,7 @@ from shared.contracts.errors import (
     BatonError,
     Cancelled,
     Conflict,
+    ContextExceeded,
     Internal,
     InvalidInput,
     Overloaded,
@@ -417,6 +418,8 @@ def _refused(error: BatonError, *, never: bool = False) -> m.Refusal:
 def _as_refusal(exc: Exception) -> BatonError:
     if isinstance(exc, BatonError):
         return exc
+    if isinstance(exc, NeverFits):
+        return ContextExceeded(str(exc))
     if isinstance(exc, ReservationRefused):
         return Overloaded(str(exc), retry_after_s=0.5, code=type(exc).__name__)
     log.error("a reservation failed: %s", exc, exc_info=exc)

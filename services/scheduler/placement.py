@@ -209,6 +209,15 @@ def could_ever(view: WorkerView, ask: Ask) -> bool:
     return all(max(begin, most) <= total for begin, most, total in needs)
 
 
+def room_of_idle(views: Sequence[WorkerView], ask: Ask) -> int | None:
+    """Token slots of the largest pool among decode workers, where all are too small for the request; else None."""
+    decodes = [v for v in views if v.role == "decode" and v.takes(ask.klass) and v.total_blocks]
+    if not decodes or any(could_ever(v, ask) for v in decodes):
+        return None
+    rooms = [min(n * size for n, size in zip(v.total_blocks, v.block_sizes, strict=False)) for v in decodes]
+    return max(rooms) if max(rooms) < ask.num_tokens + ask.max_new_tokens - 1 else None
+
+
 def decode_candidates(ask: Ask, views: Sequence[WorkerView]) -> list[WorkerView]:
     """Decode workers that may be asked now. Where none could ever hold the request, any of them says so."""
     decodes = [v for v in views if v.role == "decode" and not v.draining and v.takes(ask.klass)]

@@ -18,9 +18,9 @@ from shared.engine import sequence_blocks as blocks
 from shared.engine.precedence import Need, Precedence
 from shared.engine.preemption import Holder, choose_idle, choose_victim, may_enter
 from shared.engine.sequence import Sequence
-from shared.engine.sequence_spec import SequenceSpec
+from shared.engine.sequence_spec import SequenceSpec, larger_than_pool
 from shared.engine.sequence_update import ADMITTED, PREEMPTED, RESUMED, REVOKED
-from shared.kv.block_pool import BlockPool
+from shared.kv.block_pool import BlockPool, GroupPool
 from shared.kv.block_table import BlockTable
 
 
@@ -64,9 +64,10 @@ class BlockRoom:
         begin = [blocks.to_begin_alone(self._pool, spec) for spec in specs]
         most = max(self._pool.blocks_for(spec.num_slots) for spec in specs)
         for number, group in enumerate(self._pool.groups):
-            needed = max(most[number], sum(counts[number] for counts in begin))
-            if needed > group.num_blocks:
-                raise NeverFits(f"{needed} blocks needed of {group.num_blocks}")
+            if most[number] > group.num_blocks:
+                raise NeverFits(_too_long(max(specs, key=lambda spec: spec.num_slots), group))
+            if sum(counts[number] for counts in begin) > group.num_blocks:
+                raise NeverFits(f"this model's workers cannot hold {len(specs)} choices of so long a prompt")
 
     def require_room(self, specs: Seq[SequenceSpec]) -> None:
         """Raises NoBlocks or NoSlot when these cannot begin together, what they would take from others included."""
@@ -273,6 +274,14 @@ class BlockRoom:
             for seq in self._sequences.values()
             if _holds_for_itself(seq)
         ]
+
+
+def _too_long(spec: SequenceSpec, group: GroupPool) -> str:
+    """What can never fit, in a client's words."""
+    room, asked = group.num_blocks * group.block_size, spec.sampling.max_tokens
+    if spec.compute_only:
+        return f"this model's workers hold {room} tokens of a prompt; this one has {spec.num_slots}"
+    return larger_than_pool(room, spec.num_prompt_tokens, asked)
 
 
 def _of_one_request(one: SequenceSpec, other: SequenceSpec) -> bool:

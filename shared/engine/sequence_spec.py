@@ -96,3 +96,13 @@ class SequenceSpec:
     def rank(self) -> int:
         """Of its class; 0 is the highest."""
         return class_rank(self.klass)
+
+
+def larger_than_pool(num_slots: int, num_prompt_tokens: int, max_tokens: int) -> str:
+    """Why no waiting helps a request, in a client's words. The last token of an output is never computed.
+
+    Args:
+        num_slots: token slots of a worker's whole pool.
+    """
+    limit = f"this model's workers hold {num_slots + 1} tokens of prompt and output together"
+    return f"{limit}; the prompt has {num_prompt_tokens} and {max_tokens} are asked for"

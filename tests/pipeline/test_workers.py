@@ -131,7 +131,8 @@ async def test_refusals_say_why(tmp_path: Path) -> None:
         huge = SamplingParams(max_tokens=5000)
         answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=huge, a=attempt("req-b"))
         assert isinstance(answer, m.Refusal)
-        assert (answer.error.code, answer.never) == ("Overloaded/NeverFits", True)
+        assert (answer.error.code, answer.never) == ("ContextExceeded/context_length_exceeded", True)
+        assert "hold 257 tokens" in answer.error.message  # 64 blocks of four, and a last one that takes no slot
         over = SamplingParams(max_tokens=9000)
         answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=over, a=attempt("req-c"))
         assert isinstance(answer, m.Refusal)

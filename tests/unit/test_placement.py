@@ -8,9 +8,18 @@ import pytest
 from msgspec.structs import replace as replace_end
 
 from services.scheduler.handoff_cost import HandoffCost
-from services.scheduler.placement import Ask, choose, chunk_of, handed_off_cost_s, local_cost_s, steps_s
+from services.scheduler.placement import (
+    Ask,
+    WorkerView,
+    choose,
+    chunk_of,
+    handed_off_cost_s,
+    local_cost_s,
+    room_of_idle,
+    steps_s,
+)
 from shared.contracts.ids import WorkerId
-from shared.contracts.parts import ItlTarget, KvEnd, KvLink, StepModel
+from shared.contracts.parts import ClassRoom, ItlTarget, KvEnd, KvLink, StepModel
 from shared.engine.step_time import chunk_context
 from shared.settings.sections import EngineSettings
 from tests.unit.scheduler_support import view
@@ -234,3 +243,74 @@ def test_two_layer_groups_both_count() -> None:
     two = replace(DECODE, free_blocks=(100, 2), total_blocks=(100, 10), block_sizes=(32, 64))
     assert choose(Ask(num_tokens=100), [two], COST) is not None
     assert choose(Ask(num_tokens=200), [two], COST) is None
+
+
+# ------------------------------------------------------------------------------------------ what classes have
+
+
+def winner(ask: Ask, *views: WorkerView) -> str:
+    choice = choose(ask, list(views), COST)
+    assert choice is not None
+    return choice.decode_worker
+
+
+def roomy(view: WorkerView, *rooms: tuple[int, int]) -> WorkerView:
+    """With that many sequences and blocks for each class."""
+    return replace(view, rooms=tuple(ClassRoom(sequences, (blocks,)) for sequences, blocks in rooms))
+
+
+def test_a_higher_class_is_placed_where_lower_ones_give_way() -> None:
+    full = roomy(replace(DECODE, running=8, free_blocks=(1,)), (8, 90), (3, 20), (0, 0))
+    assert winner(Ask(num_tokens=60), full) == "d1"
+    assert winner(Ask(num_tokens=60, klass="analysis"), full) == "d1"
+    assert choose(Ask(num_tokens=60, klass="analysis", choices=4), [full], COST) is None
+    assert choose(Ask(num_tokens=60 * 32, klass="analysis"), [full], COST) is None
+    assert choose(Ask(num_tokens=60, klass="batch"), [full], COST) is None
+
+
+def test_what_is_free_is_taken_before_what_others_hold() -> None:
+    taken = roomy(DECODE, (8, 90), (8, 90), (0, 0))
+    free = roomy(replace(DECODE, worker=WorkerId("d2")), (2, 20), (2, 20), (2, 20))
+    held = {WorkerId("d1"): 32}
+    assert winner(Ask(num_tokens=60, held=held), taken, free) == "d2"
+
+
+def test_a_dedicated_worker_is_preferred_and_takes_nothing_else() -> None:
+    shared = DECODE
+    batch = replace(DECODE, worker=WorkerId("d2"), classes=("batch",))
+    longer = replace(DECODE, worker=WorkerId("d3"), classes=("analysis", "batch"))
+    assert winner(Ask(num_tokens=60, klass="batch"), shared, longer, batch) == "d2"
+    assert winner(Ask(num_tokens=60, klass="analysis"), shared, longer, batch) == "d3"
+    assert winner(Ask(num_tokens=60), shared, longer, batch) == "d1"
+    full = replace(batch, running=8)
+    assert winner(Ask(num_tokens=60, klass="batch"), shared, longer, full) == "d3"
+    assert choose(Ask(num_tokens=60), [batch, longer], COST) is None
+    prefill = replace(PREFILL, classes=("batch",))
+    assert path(Ask(num_tokens=600), DECODE, prefill) == ("local", "no_prefill_worker")
+    assert path(Ask(num_tokens=600, klass="batch"), DECODE, prefill) == ("handed_off", "estimate")
+
+
+def test_a_request_goes_to_a_pool_that_holds_it_to_its_end() -> None:
+    """Unlike pools: in the small one it could begin, and would never end."""
+    small = replace(DECODE, total_blocks=(10,), free_blocks=(10,))
+    large = replace(DECODE, worker=WorkerId("d2"), total_blocks=(40,), free_blocks=(12,))
+    ask = Ask(num_tokens=60, max_new_tokens=600)
+    assert winner(ask, small, large) == "d2"
+    assert choose(ask, [small, replace(large, running=8)], COST) is None  # it waits for the large one
+    assert winner(ask, small) == "d1"  # which says that it never fits
+    assert winner(ask, replace(small, running=8)) == "d1"  # at once, though it is full
+
+
+def test_the_last_token_needs_no_slot() -> None:
+    tight = replace(DECODE, total_blocks=(10,), free_blocks=(10,))
+    assert room_of_idle([tight], Ask(num_tokens=64, max_new_tokens=257)) is None
+    assert room_of_idle([tight], Ask(num_tokens=64, max_new_tokens=258)) == 320
+    larger = replace(tight, worker=WorkerId("d2"), total_blocks=(12,))
+    assert room_of_idle([tight, larger], Ask(num_tokens=64, max_new_tokens=258)) is None
+    assert room_of_idle([tight, larger], Ask(num_tokens=640)) == 384
+    assert room_of_idle([PREFILL], Ask(num_tokens=6400)) is None  # nobody to say so
+
+
+def test_a_prefill_worker_that_is_too_small_leaves_the_prompt_to_the_decode_worker() -> None:
+    small = replace(PREFILL, total_blocks=(4,), free_blocks=(4,))
+    assert path(Ask(num_tokens=600), DECODE, small) == ("local", "no_prefill_worker")
