@@ -22,7 +22,7 @@ from services.cli.state import StateFolder, state_path
 from services.cli.words import sentence
 from shared.contracts import admin_messages as am
 from shared.contracts.errors import BatonError, NotFound, SettingsError
-from shared.contracts.grants import Limits
+from shared.contracts.grants import CLASSES, Limits
 from shared.contracts.ids import TenantId
 from shared.settings.load import load_settings, settings_file
 from shared.settings.models import served_models
@@ -31,7 +31,7 @@ from shared.store.secrets import read_secret_text
 LIMITS = Limits.__struct_fields__
 DEFAULT = "default"
 
-Ask = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery
+Ask = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TermsChange | am.TenantsQuery
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,11 +66,23 @@ def _parser() -> argparse.ArgumentParser:
     revoke = command("revoke", _revoke, "end an API key; requests under way go on")
     revoke.add_argument("tenant", metavar="TENANT")
     revoke.add_argument("key_id", metavar="KEY", help="its name, as in the list")
-    listing = command("list", _list, "show tenants, names of their API keys, limits of their own, and what runs")
+    listing = command(
+        "list", _list, "show tenants: class, weight and limits of their own, names of their API keys, and what runs"
+    )
     listing.add_argument("tenant", nargs="?", default="", metavar="TENANT", help="only this one")
     limits = command("limits", _limits, "change limits of a tenant, or show them; they hold from its next request on")
     limits.add_argument("tenant", metavar="TENANT")
     limits.add_argument("--key", default="", metavar="NAME", help="of this key, which may have --parallel, instead")
+    terms = command("terms", _terms, "change a tenant's class and weight, or show them; for its next requests")
+    terms.add_argument("tenant", metavar="TENANT")
+    terms.add_argument("--class", dest="klass", default="", choices=CLASSES, help="highest its requests run in")
+    terms.add_argument(
+        "--weight",
+        type=_weight,
+        default=0.0,
+        metavar="W",
+        help="its share beside other tenants of the class (first: 1)",
+    )
     for name in LIMITS:
         flags = [f"--{name.replace('_', '-')}", *(("--parallel",) if name == "max_parallel" else ())]
         limits.add_argument(*flags, dest=name, type=_limit, metavar="N", help=f"0: none; {DEFAULT}: as all")
@@ -81,6 +93,16 @@ def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
     return int(text)
+
+
+def _weight(text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return weight
 
 
 def _limit(text: str) -> int | str:
@@ -225,6 +247,14 @@ def _limits(options: argparse.Namespace, env: Mapping[str, str]) -> int:
     return 0
 
 
+def _terms(options: argparse.Namespace, env: Mapping[str, str]) -> int:
+    tenant = check_tenant(options.tenant)
+    change = am.TermsChange(tenant=tenant, klass=options.klass, weight=options.weight)
+    ask = change if options.klass or options.weight else am.TenantsQuery(tenant=tenant)
+    _print(_existing(asked(env, ask), tenant), options.json)
+    return 0
+
+
 def _only(found: am.Tenants, key_id: str) -> am.Tenants:
     """The one tenant with this key alone. Raises NotFound when it has none such."""
     (tenant,) = found.tenants
@@ -268,8 +298,9 @@ def _print(found: am.Tenants, as_json: bool) -> None:
         print(json.dumps([msgspec.to_builtins(tenant) for tenant in found.tenants]))
         return
     for tenant in found.tenants:
+        terms = [tenant.klass, f"weight {tenant.weight:g}"]
         limits = [f"{name} {value}" for name, value in tenant.limits.items()]
-        print(f"{tenant.id}  {', '.join(limits + _running(tenant.running))}".rstrip())
+        print(f"{tenant.id}  {', '.join(terms + limits + _running(tenant.running))}")
         for key in tenant.keys:
             marks = [mark for mark, holds in (("admin", key.admin), ("revoked", key.revoked)) if holds]
             limits = [f"max_parallel {key.max_parallel}"] if key.max_parallel else []

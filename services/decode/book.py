@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from services.decode import reserving
 from services.decode.handoff_in import HandoffIn
 from services.decode.held import Choice, Held
+from services.decode.outputs import EndedOutputs
 from services.decode.pace import Pace
 from services.decode.reservation import ReservationTable
 from services.decode.step_news import Drawn, StepNews, Updated
@@ -45,6 +46,7 @@ class Book:
         self.outbox = StreamOutbox(shell.worker, shell.incarnation)
         self.handoff = HandoffIn(shell, transport, self._kv_settled)
         self.held: dict[RequestId, Held] = {}
+        self.ended = EndedOutputs()
         self._by_seq: dict[str, tuple[Held, int]] = {}
         self._numbers = itertools.count(1)
         self.pace = Pace(shell.core.options.publish_interval_s)
@@ -175,10 +177,15 @@ class Book:
             self._by_seq.pop(choice.seq_id, None)
             self.shell.tagger.chains.close(choice.seq_id)
         if held.ended and self.table.get(held.attempt) is not None:
-            self.table.end(held.attempt)
+            self.end_reservation(held)
             reserving.end_span(held)
             if held.sink is not None:
                 self.handoff.apply(held, held.sink.close())
+
+    def end_reservation(self, held: Held) -> None:
+        """It runs no more: beats list it no longer, and say what it came to."""
+        self.table.end(held.attempt)
+        self.ended.add(held.attempt, held.num_generated, self.shell.clock())
 
     def finish_resumed(self, held: Held, finish: str) -> None:
         """What was committed before is all there is to be: nothing runs, a final is owed."""
@@ -195,6 +202,7 @@ class Book:
         """Cancel what still runs and forget the request. Returns its account."""
         totals = [t for i in range(len(held.choices)) if (t := self.outbox.finished(held.attempt, i)) is not None]
         running = [(i, c) for i, c in enumerate(held.choices) if not c.ended]
+        self.ended.add(held.attempt, held.num_generated, self.shell.clock())
         self.forget(held)
         for choice in held.running:
             choice.ended = reason

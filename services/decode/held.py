@@ -93,6 +93,11 @@ class Held:
         return self.token_ids[self.reserve.num_prompt_tokens :]
 
     @property
+    def num_generated(self) -> int:
+        """Tokens made here, of all choices together."""
+        return sum(choice.timings.count for choice in self.choices)
+
+    @property
     def ended(self) -> bool:
         return all(c.ended for c in self.choices)
 

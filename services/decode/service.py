@@ -36,7 +36,7 @@ from shared.contracts.errors import (
 from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import WorkerId
 from shared.contracts.message import Message
-from shared.contracts.parts import AttemptProgress
+from shared.contracts.parts import AttemptOutput, AttemptProgress
 from shared.engine.block_room import NeverFits, ReservationRefused
 from shared.engine.sequence_spec import SequenceSpec
 from shared.engine.sequence_update import SequenceUpdate
@@ -243,7 +243,7 @@ class DecodeWorker:
         held.attempt, held.reserve, held.context = message.attempt, message, delivery.context
         sink, awaiting = held.sink, False
         if held.ended:
-            self.book.table.end(held.attempt)
+            self.book.end_reservation(held)
         elif sink is not None and sink.waiting and message.prefill_worker:
             held.lease_token, awaiting = secrets.token_bytes(16), True
             effects = sink.restamp(message.attempt, message.prefill_worker, held.lease_token)
@@ -352,6 +352,12 @@ class DecodeWorker:
             sink = held.sink if held is not None else None
             computed[attempt] = sink.contiguous if sink is not None else 0
         return computed
+
+    def outputs(self) -> tuple[AttemptOutput, ...]:
+        """See `Role.outputs`."""
+        held = (self.book.held.get(attempt.request_id) for attempt in self.book.table.attempts)
+        running = ((one.attempt, one.num_generated) for one in held if one is not None)
+        return self.book.ended.told(running, self.shell.clock())
 
     def revoked(self) -> tuple[Attempt, ...]:
         """See `Role.revoked`."""

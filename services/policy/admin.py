@@ -15,10 +15,13 @@ from shared.bus.bus import Bus
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import Conflict, InvalidInput
+from shared.contracts.grants import CLASSES
 from shared.contracts.ids import ScopeGeneration, TenantId, is_id
 from shared.store.redis_store import RedisStore
 
 SERVICE = "policy"
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+"""Further apart, the lighter of two tenants would hardly ever have a turn."""
 
 
 class Admin:
@@ -78,6 +81,24 @@ class Admin:
         record = await self._records.change_tenant(tenant, lambda old: msgspec.structs.replace(old, limits=limits))
         await self._tell(m.PolicyEvent(kind="changed", tenant=tenant, version=record.version))
         await self.audit("limits_changed", tenant, msgspec.json.encode(limits).decode())
+        return record
+
+    async def set_terms(self, tenant: TenantId, klass: str, weight: float) -> TenantRecord:
+        """The tenant's class and its weight, for its next requests; an empty class or a weight of 0 stays as it is.
+
+        Raises InvalidInput for a class that is none, or a weight that is no share.
+        """
+        if klass and klass not in CLASSES:
+            raise InvalidInput(f"the class is one of {', '.join(CLASSES)}", param="klass")
+        if weight and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise InvalidInput(f"the weight is {MIN_WEIGHT:g} to {MAX_WEIGHT:g}", param="weight")
+
+        def changed(old: TenantRecord) -> TenantRecord:
+            return msgspec.structs.replace(old, klass=klass or old.klass, weight=weight or old.weight)
+
+        record = await self._records.change_tenant(tenant, changed)
+        await self._tell(m.PolicyEvent(kind="changed", tenant=tenant, version=record.version))
+        await self.audit("terms_changed", tenant, f"class={record.klass} weight={record.weight:g}")
         return record
 
     async def limit_key(self, tenant: TenantId, key_id: str, max_parallel: int) -> None:

@@ -17,7 +17,9 @@ from shared.contracts import subjects
 from shared.contracts.errors import InvalidInput
 from shared.contracts.ids import TenantId
 
-MESSAGES = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery | am.PurgeStart | am.PurgeQuery
+MESSAGES = (
+    am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TermsChange | am.TenantsQuery | am.PurgeStart | am.PurgeQuery
+)
 MAX_LIMIT = 2**53
 """What Redis' scripts count exactly."""
 
@@ -56,6 +58,8 @@ class AdminDesk:
             await self._admin.revoke_key(ask.tenant, ask.key_id)
         elif isinstance(ask, am.LimitsChange):
             await (self._change_key_limits(ask) if ask.key_id else self._change_limits(ask))
+        elif isinstance(ask, am.TermsChange):
+            await self._admin.set_terms(ask.tenant, ask.klass, ask.weight)
         return am.Tenants(tenants=await self._shown(ask.tenant))
 
     async def _purge(self, ask: am.PurgeStart) -> am.Purges:
@@ -95,7 +99,8 @@ class AdminDesk:
     async def _info(self, record: TenantRecord, keys: Sequence[KeyRecord]) -> am.TenantInfo:
         running = await self._accounts.running(record.id)
         infos = (am.KeyInfo(k.id, k.admin, k.revoked, k.max_parallel, running.get(k.id, 0)) for k in keys)
-        return am.TenantInfo(record.id, tuple(infos), _own(record), sum(running.values()))
+        limits, total = _own(record), sum(running.values())
+        return am.TenantInfo(record.id, tuple(infos), limits, total, record.klass, record.weight)
 
 
 def _check_limit(name: str, value: int | None) -> None:

@@ -30,7 +30,7 @@ from shared.contracts.errors import (
 )
 from shared.contracts.grants import Grant, Scope, SignedGrant
 from shared.contracts.ids import BlockGeneration, RequestId, WorkerId
-from shared.contracts.parts import AttemptProgress, BlockRef
+from shared.contracts.parts import AttemptOutput, AttemptProgress, BlockRef
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import unpack_tokens
 from shared.engine.batcher import Reservation
@@ -250,6 +250,10 @@ class PrefillWorker:
     def attempts(self) -> Mapping[Attempt, int]:
         """See `Role.attempts`."""
         return {run.source.attempt: run.computed for run in self._runs.values()}
+
+    def outputs(self) -> tuple[AttemptOutput, ...]:
+        """See `Role.outputs`: tokens are made by decode workers."""
+        return ()
 
     def revoked(self) -> tuple[Attempt, ...]:
         """See `Role.revoked`: blocks that peers know are never taken."""

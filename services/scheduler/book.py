@@ -6,8 +6,9 @@ Knows how a request enters, goes back, ends and is spoken of. Does not decide wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from services.scheduler.costs import OutputGuess
 from services.scheduler.effects import CancelAt, Effect, PlacingEnded, Tell
 from services.scheduler.outbox import Event, Outbox
 from services.scheduler.placement import HANDED_OFF, NO_WORKER
@@ -24,10 +25,13 @@ from shared.telemetry import attributes as a
 class Book:
     """Every method keeps: a record is in the queue exactly when its state is QUEUED."""
 
-    def __init__(self, term: Term, *, remember_s: float, event_resend_s: float) -> None:
+    def __init__(
+        self, term: Term, *, remember_s: float, event_resend_s: float, max_wait_s: Mapping[str, float] | None = None
+    ) -> None:
         self.term = term
         self.records: dict[RequestId, Record] = {}
-        self.queue = FairQueue()
+        self.queue = FairQueue(max_wait_s=max_wait_s)
+        self.outputs = OutputGuess()
         self.outbox = Outbox(term, event_resend_s)
         self.ended = Tombstones(remember_s)
         self.effects: list[Effect] = []
@@ -49,23 +53,76 @@ class Book:
         return sum(record.state in PLACING for record in self.records.values())
 
     def add(self, record: Record) -> None:
+        grant = record.grant
+        guess = self.outputs.guess(grant.tenant, grant.klass, record.max_new_tokens)
+        record.guessed_output = guess * record.choices
         self.records[record.request_id] = record
-        self._push(record)
+        self._push(record, again=False)
 
-    def _push(self, record: Record) -> None:
+    def _push(self, record: Record, *, again: bool) -> None:
         record.state = State.QUEUED
-        self.queue.push(record.request_id, record.grant.klass, record.arrival_s, record.order)
+        grant = record.grant
+        self.queue.push(
+            record.request_id,
+            grant.klass,
+            record.arrival_s,
+            record.order,
+            tenant=grant.tenant,
+            weight=grant.weight,
+            cost=record.cost,
+            again=again,
+        )
 
     def requeue(self, record: Record, reason: str) -> None:
         """Back to where it stood."""
         if record.state in PLACING:
             self.effects.append(PlacingEnded(record.request_id, "requeued", {a.REASON: reason}))
-        self._push(record)
+        self._push(record, again=True)
+        self._give_back(record)
 
     def take(self, record: Record, state: State) -> None:
-        """Out of the queue, into a placing or placed state."""
+        """Out of the queue, into a placing or placed state; its tenant is charged as it leaves the queue."""
         self.queue.remove(record.request_id)
         record.state = state
+        if record.charge is None:
+            grant = record.grant
+            cost = 0.0 if record.paid_before else record.cost
+            record.charge = self.queue.charge(grant.klass, grant.tenant, grant.weight, cost)
+            if record.late:
+                self.queue.began_late(record.cost)
+
+    def correct(self, record: Record) -> None:
+        """More is known of what the request comes to."""
+        if record.charge is not None and not record.paid_before:
+            self.queue.correct(record.grant.klass, record.charge, record.cost)
+
+    def output_counted(self, record: Record, num_tokens: int, *, ended: bool = False, cut: bool = False) -> None:
+        """Its worker has made so many tokens for it: in all, when it has `ended` by itself or was `cut` short."""
+        record.num_output = num_tokens
+        record.guessed_output = num_tokens if ended or cut else max(record.guessed_output, float(num_tokens))
+        self.correct(record)
+        if ended:
+            self.outputs.learn(record.grant.tenant, record.grant.klass, num_tokens / record.choices)
+
+    def _give_back(self, record: Record) -> None:
+        """Nothing was done for it: its tenant is charged nothing."""
+        if record.charge is None:
+            return
+        if record.late:
+            self.queue.began_late(-record.charge.tokens)
+            record.late = False
+        self.queue.correct(record.grant.klass, record.charge, 0.0)
+        self.queue.close(record.grant.klass, record.charge)
+        record.charge = None
+
+    def _close(self, record: Record, *, dropped: bool) -> None:
+        """It ends. What was never placed costs nothing, and what is cut short as much as was seen of it."""
+        if record.state in (State.PLACED, State.LOST) and record.charge is not None:
+            if dropped:
+                self.output_counted(record, record.num_output, ended=False, cut=True)
+            self.queue.close(record.grant.klass, record.charge)
+            record.charge = None
+        self._give_back(record)
 
     def end(self, now: float, record: Record, *, dropped: bool, outcome: str = "dropped") -> None:
         """Forget a request. `dropped`: nobody may run it on; what is under way for it is cancelled."""
@@ -74,6 +131,7 @@ class Book:
                 self.cancel_at(record, outcome)
             self.effects.append(PlacingEnded(record.request_id, outcome))
         self.queue.remove(record.request_id)
+        self._close(record, dropped=dropped)
         del self.records[record.request_id]
         self.ended.add(record.request_id, record.submit.attempt.epoch, dropped=dropped, now=now)
 

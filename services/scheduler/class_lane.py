@@ -23,6 +23,14 @@ class Waiting:
     cost: float = 1.0
 
 
+Rank = tuple[float, float, Waiting]
+
+
+def _rank(served: float, first: Waiting) -> Rank:
+    """Of equals the one with the smaller request goes first, of equals in that too who came first."""
+    return served, first.cost / first.weight, first
+
+
 class ClassLane:
     """See the module's text. Iterating gives every request, tenant by tenant in the order of their turns."""
 
@@ -38,12 +46,11 @@ class ClassLane:
             yield from self._tenants[tenant]
 
     def tenants(self) -> list[TenantId]:
-        """Those who wait, whose turn it is first; of equals the one whose first request came first."""
+        """Those who wait, whose turn it is first."""
+        return [first.tenant for first in sorted((line[0] for line in self._tenants.values()), key=self._rank)]
 
-        def rank(tenant: TenantId) -> tuple[float, Waiting]:
-            return self.shares.account(tenant).served, self._tenants[tenant][0]
-
-        return sorted(self._tenants, key=rank)
+    def _rank(self, first: Waiting) -> Rank:
+        return _rank(self.shares.account(first.tenant).served, first)
 
     def first(self, tenant: TenantId) -> Waiting:
         """The request of a waiting tenant that came first."""
@@ -51,8 +58,7 @@ class ClassLane:
 
     def head(self) -> Waiting:
         """Whose turn it is; there must be one."""
-        served = self.shares.account
-        return min((line[0] for line in self._tenants.values()), key=lambda w: (served(w.tenant).served, w))
+        return min((line[0] for line in self._tenants.values()), key=self._rank)
 
     def line(self, tenant: TenantId) -> list[Waiting]:
         """A tenant's requests by arrival. Not a copy."""
@@ -84,7 +90,7 @@ class ClassLane:
                 continue
             served = self.shares.account(tenant).served
             for other in others:
-                if (served, other) > (reached, waiting):
+                if _rank(served, other) > _rank(reached, waiting):
                     break
                 found.append(other)
                 served += other.cost / other.weight

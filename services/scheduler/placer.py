@@ -6,13 +6,15 @@ says that no retry can help. The dispatch rises with every reserve, so whatever 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from services.scheduler.book import Book
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve
-from services.scheduler.forecast import TurnClock
+from services.scheduler.forecast import Takers, TurnClock
 from services.scheduler.handoff_cost import HandoffCost
-from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Choice, choose
+from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Ask, Choice, choose
 from services.scheduler.record import Record, State
 from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m
@@ -23,6 +25,13 @@ from shared.contracts.ids import Dispatch, WorkerId
 GRACE_S = 0.25
 """A hop counts as unanswered this long after its time-out, if the shell has not said so itself."""
 
+MOST_TRIED = 16
+"""Requests that are tried for one place."""
+MOST_OVERTAKEN = 16
+"""Requests that may begin while one that stands first has no room; then the workers are emptied until it has."""
+STALE_REFUSALS = 3
+"""How often in a row a worker may refuse what it seemed to have room for before others are tried there."""
+
 TERM_SHIFT = 16
 """Dispatches of term t begin at ((t - 1) << TERM_SHIFT) + 1: from 1 in the first term."""
 
@@ -32,7 +41,10 @@ class TableLimits:
     """Bounds, in seconds unless named otherwise."""
 
     queue_bound: int = 1024  # requests
-    slo_ttft_s: float = 60.0  # predicted time to first token above which a request is refused
+    slo_ttft_s: Mapping[str, float] = field(default_factory=lambda: {"interactive": 60.0})
+    """By class, predicted time to first token above which a request is refused; none: only its budget bounds it."""
+    max_wait_s: Mapping[str, float] = field(default_factory=dict)
+    """By class, wait after which a request is late; none: never."""
     max_placing: int = 16  # requests with a hop under way
     gather_s: float = 1.5  # a beat interval and its delay
     hop_s: float = 2.0  # reserve and prefill.run
@@ -53,27 +65,57 @@ class Placer:
         self._cost = cost
         self._limits = limits
         self.turns = TurnClock()
+        self.takers = Takers()
 
     def pump(self, now: float) -> None:
-        """Try heads of the queue in turn; the first that finds no room stops it, so nothing passes a waiting head."""
-        book = self._book
-        room = self._limits.max_placing - book.placing()
-        while room > 0 and (head := book.queue.head()) is not None:
-            record = book.records[head]
-            tentative = choose(record.ask(now, {}), self._registry.views(), self._cost)
-            if tentative is None:
-                return
+        """Begin with requests in the order of the queue, as long as there is one that has room."""
+        room = self._limits.max_placing - self._book.placing()
+        while room > 0 and (found := self._next(now)) is not None:
             room -= 1
-            record.queue_s = max(0.0, now - record.arrival_s)
-            book.take(record, State.MATCHING)
-            fresh = record.matched is not None and now - record.matched_s < self._limits.match_fresh_s
-            if fresh or not self._has_full_block(record):
-                self._reserve(now, record)
+            self._begin(now, *found)
+
+    def _next(self, now: float) -> tuple[Record, Choice] | None:
+        """The first request of the queue that has room, and where.
+
+        One that has none is passed by those behind it, so that no capacity lies idle; but each only `MOST_OVERTAKEN`
+        times while it stands first: then nothing begins until it fits, but on workers that are not for its class.
+        """
+        views, first = self._registry.views(), None
+        too_large: list[Ask] = []
+        for request_id in islice(self._book.queue.turns(now), MOST_TRIED):
+            record = self._book.records[request_id]
+            ask = record.ask(now, {})
+            if any(no_smaller(ask, than) for than in too_large):
                 continue
-            timeout_s = min(0.5, max(0.02, 0.1 * tentative.local_s))
-            record.hop_until_s = now + timeout_s + GRACE_S
-            message = m.Match(grant=record.submit.grant, token_ids=record.submit.token_ids)
-            book.effects.append(AskMatch(record.attempt, message, timeout_s))
+            choice = choose(ask, views, self._cost)
+            if choice is None:
+                first = first or record
+                too_large.append(ask)
+            elif first is None or not self._competes(choice, first):
+                return record, choice
+            elif _may_be_passed(first, now):
+                first.overtaken += 1
+                return record, choice
+        return None
+
+    def _competes(self, choice: Choice, first: Record) -> bool:
+        view = self._registry.view(choice.decode_worker)
+        return view is None or view.takes(first.grant.klass)
+
+    def _begin(self, now: float, record: Record, tentative: Choice) -> None:
+        """Ask the index what is held of it, or a worker at once."""
+        book = self._book
+        record.queue_s = max(0.0, now - record.arrival_s)
+        record.late = book.queue.is_late(record.request_id, now)
+        book.take(record, State.MATCHING)
+        fresh = record.matched is not None and now - record.matched_s < self._limits.match_fresh_s
+        if fresh or not self._has_full_block(record):
+            self._reserve(now, record)
+            return
+        timeout_s = min(0.5, max(0.02, 0.1 * tentative.local_s))
+        record.hop_until_s = now + timeout_s + GRACE_S
+        message = m.Match(grant=record.submit.grant, token_ids=record.submit.token_ids)
+        book.effects.append(AskMatch(record.attempt, message, timeout_s))
 
     def matched(self, now: float, record: Record, reply: m.Matched | m.Refusal | None) -> None:
         """None or a refusal counts as no match, but for one that says the grant itself is no longer good."""
@@ -93,6 +135,7 @@ class Placer:
             self._book.refuse(now, record, reply.error)
         else:
             record.not_before[record.decode_worker] = now + self._limits.refused_wait_s
+            record.refused += 1
             self._book.requeue(record, "unanswered" if reply is None else reply.error.code)
 
     def prefill_answered(self, now: float, record: Record, reply: m.PrefillAccepted | m.Refusal | None) -> None:
@@ -128,6 +171,7 @@ class Placer:
         worker holds, instead of letting it wait for KV until its lease ends.
         """
         told = record.state == State.LOST
+        record.paid_before |= record.tried == 0
         if record.state in (State.RESERVING, State.PREFILLING, State.PLACED) and record.decode_worker != beat.worker:
             self._book.cancel_at(record, "fenced")
         record.dispatch = listed.dispatch
@@ -198,6 +242,9 @@ class Placer:
         """Start the prefill leg, if by the decode worker's true hit there is anything left to compute."""
         choice = record.choice
         assert choice is not None
+        at_prefill = self._held(record).get(choice.prefill_worker, 0) if choice.path == HANDED_OFF else 0
+        record.num_cached = max(reply.num_cached_tokens, at_prefill)
+        self._book.correct(record)
         if choice.path == LOCAL:
             self._placed(now, record)
         elif reply.already_running or reply.num_cached_tokens >= record.num_tokens - 1:
@@ -223,16 +270,33 @@ class Placer:
             self._book.effects.append(AskPrefill(choice.prefill_worker, message, timeout_s))
 
     def _placed(self, now: float, record: Record) -> None:
-        record.unlisted, record.waits_at = 0, None
+        record.unlisted, record.refused, record.waits_at = 0, 0, None
         self._book.take(record, State.PLACED)
-        self._book.queue.count_placed(record.grant.klass)
-        self.turns.placed(now, others_waited=len(self._book.queue) > 0)
+        self._book.queue.count_placed(record.grant.klass, record.cost, late=record.late)
+        self.takers.placed(record.grant.tenant, record.grant.klass)
+        num_slots = record.num_tokens + record.guessed_output
+        self.turns.placed(now, others_waited=len(self._book.queue) > 0, num_slots=num_slots)
         self._book.tell_placed(record)
 
     def _hop_timeout(self, now: float, record: Record) -> float:
         timeout_s = max(0.05, min(self._limits.hop_s, record.deadline_s - now))
         record.hop_until_s = now + timeout_s + GRACE_S
         return timeout_s
+
+
+def _may_be_passed(first: Record, now: float) -> bool:
+    """A worker that has just refused is waited for, unless it goes on so: what it last said of itself is no longer
+    true, and others would be refused too."""
+    stale = any(until_s > now for until_s in first.not_before.values()) and first.refused < STALE_REFUSALS
+    return first.overtaken < MOST_OVERTAKEN and not stale
+
+
+def no_smaller(ask: Ask, than: Ask) -> bool:
+    """True if `ask` has no room where `than` had none."""
+    needs = ask.num_tokens, ask.max_new_tokens, ask.choices
+    others = than.num_tokens, than.max_new_tokens, than.choices
+    larger = all(a >= b for a, b in zip(needs, others, strict=True))
+    return larger and ask.klass == than.klass and ask.excluded >= than.excluded
 
 
 def localized(choice: Choice, reason: str) -> Choice:

@@ -9,12 +9,13 @@ time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.contracts.ids import TenantId
 
 GRACE_S = 10.0
+EARLY_S = 1.0
+"""A request that comes back so long before its time has come in time."""
 MAX_PROMISES = 4096
 DIGEST_BYTES = 16
 
@@ -32,44 +33,45 @@ class Promise:
     """`own_s`: seconds by which the request lengthens the wait of those of its line that were told later."""
 
     line: Line
-    number: int
+    digest: bytes
     at_s: float
     own_s: float
 
 
 class Promises:
-    """Open promises of one pool. At most `limit`: beyond that the oldest is forgotten."""
+    """Open promises of one pool, by number. At most `limit`: beyond that the oldest is forgotten."""
 
     def __init__(self, limit: int = MAX_PROMISES) -> None:
         self._limit = limit
         self._number = 0
-        self._open: dict[bytes, Promise] = {}
+        self._open: dict[int, Promise] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._open
+    def due(self, now: float, digest: bytes) -> int | None:
+        """The promise that a request comes back to; None when it was told nothing, or comes before its time."""
+        self._lapse(now)
+        kept = (n for n, promise in self._open.items() if promise.digest == digest and promise.at_s - EARLY_S <= now)
+        return min(kept, default=None)
 
-    def ahead_s(self, now: float, line: Line, digest: bytes) -> float:
-        """How much longer the request waits for those of its line that were told before it."""
-        for lapsed in [d for d, promise in self._open.items() if promise.at_s + GRACE_S <= now]:
-            del self._open[lapsed]
-        own = self._open.get(digest)
-        return sum(p.own_s for p in self._of(line) if own is None or p.number < own.number)
+    def ahead_s(self, line: Line, due: int | None) -> float:
+        """How much longer a request waits for those of its line that were told before it."""
+        return sum(p.own_s for n, p in self._open.items() if p.line == line and (due is None or n < due))
 
-    def _of(self, line: Line) -> Iterator[Promise]:
-        return (promise for promise in self._open.values() if promise.line == line)
+    def give(self, now: float, line: Line, digest: bytes, wait_s: float, own_s: float, due: int | None = None) -> None:
+        """The request was told to come back in `wait_s`. One that had come back as told keeps its place."""
+        self._number += due is None
+        number = self._number if due is None else due
+        self._open[number] = Promise(line, digest, now + wait_s, own_s)
+        if len(self._open) > self._limit:
+            del self._open[min(self._open)]
 
-    def give(self, now: float, line: Line, digest: bytes, wait_s: float, own_s: float) -> None:
-        """The request was told to come back in `wait_s`. One that came too early keeps its place."""
-        old = self._open.pop(digest, None)
-        self._number += old is None
-        number = self._number if old is None else old.number
-        self._open[digest] = Promise(line, number, now + wait_s, own_s)
-        while len(self._open) > self._limit:
-            del self._open[next(iter(self._open))]
-
-    def keep(self, digest: bytes) -> None:
+    def keep(self, due: int | None) -> None:
         """The request has been taken."""
-        self._open.pop(digest, None)
+        if due is not None:
+            del self._open[due]
+
+    def _lapse(self, now: float) -> None:
+        for number in [n for n, promise in self._open.items() if promise.at_s + GRACE_S <= now]:
+            del self._open[number]

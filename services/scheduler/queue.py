@@ -100,9 +100,9 @@ class FairQueue:
         """How many requests of a tenant wait in a class."""
         return len(self._lanes[class_of(klass)].line(tenant))
 
-    def tenants(self) -> dict[TenantId, float]:
-        """Who waits in any class, with its weight."""
-        lanes = self._lanes.values()
+    def weights(self, klass: str) -> dict[TenantId, float]:
+        """Who waits in a class or a higher one, with its weight."""
+        lanes = [self._lanes[one] for one in CLASSES[: CLASSES.index(class_of(klass)) + 1]]
         return {tenant: lane.shares.account(tenant).weight for lane in lanes for tenant in lane.tenants()}
 
     # ------------------------------------------------------------------------------------------ turns
@@ -187,9 +187,10 @@ class FairQueue:
         waiting = self._where.get(request_id)
         return self._before(waiting) if waiting is not None else []
 
-    def ahead(self, klass: str, tenant: TenantId = NOBODY, weight: float = 1.0) -> list[RequestId]:
+    def ahead(self, klass: str, tenant: TenantId = NOBODY, weight: float = 1.0, cost: float = 1.0) -> list[RequestId]:
         """The same for a newcomer."""
-        return self._before(Waiting(float("inf"), 0, RequestId(""), class_of(klass), tenant, sane_weight(weight)))
+        last = float("inf")
+        return self._before(Waiting(last, 0, RequestId(""), class_of(klass), tenant, sane_weight(weight), cost))
 
     def _before(self, waiting: Waiting) -> list[RequestId]:
         higher = CLASSES[: CLASSES.index(waiting.klass)]

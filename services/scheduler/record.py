@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from services.scheduler.costs import request_cost
 from services.scheduler.placement import Ask, Choice
+from services.scheduler.shares import Charge
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.grants import Grant
@@ -47,6 +49,14 @@ class Record:
     )  # workers that refused, until they beat or this time
     unlisted: int = 0  # beats in a row of its worker that did not list it
     waits_at: tuple[WorkerId, Attempt] | None = None  # taken back; that worker goes on with it if nobody else begins
+    num_cached: int = 0  # tokens that need not be computed, by the workers' word
+    guessed_output: float = 0.0  # tokens of all choices together
+    num_output: int = 0  # the same, as its worker counts them
+    charge: Charge | None = None  # while it is not queued
+    paid_before: bool = False  # an earlier leader placed it: under this term it costs nothing
+    late: bool = False  # begun because it had waited for too long
+    refused: int = 0  # how often a worker that seemed to have room had none
+    overtaken: int = 0  # requests that began while it stood first and had no room
 
     @property
     def request_id(self) -> RequestId:
@@ -66,6 +76,22 @@ class Record:
         return self.num_tokens > self.submit.num_prompt_tokens
 
     @property
+    def max_new_tokens(self) -> int:
+        """Most tokens that one choice has still to come."""
+        emitted = self.num_tokens - self.submit.num_prompt_tokens
+        return max(1, max((s.max_tokens for s in self.submit.sampling), default=1) - emitted)
+
+    @property
+    def choices(self) -> int:
+        return max(1, len(self.submit.sampling))
+
+    @property
+    def cost(self) -> float:
+        """What its tenant is charged. A prompt that a lost worker had computed is not charged again."""
+        num_tokens = self.num_tokens if self.submit.attempt.epoch <= 1 else 0
+        return request_cost(num_tokens, self.num_cached, self.guessed_output)
+
+    @property
     def decode_worker(self) -> WorkerId:
         return self.choice.decode_worker if self.choice is not None else WorkerId("")
 
@@ -79,11 +105,10 @@ class Record:
 
     def ask(self, now: float, held: dict[WorkerId, int]) -> Ask:
         """What placement needs to know of this request."""
-        emitted = self.num_tokens - self.submit.num_prompt_tokens
         return Ask(
             num_tokens=self.num_tokens,
-            max_new_tokens=max(1, max((s.max_tokens for s in self.submit.sampling), default=1) - emitted),
-            choices=max(1, len(self.submit.sampling)),
+            max_new_tokens=self.max_new_tokens,
+            choices=self.choices,
             klass=self.grant.klass,
             scores_prompt=any(s.prompt_logprobs >= 0 for s in self.submit.sampling),
             held=held,

@@ -15,8 +15,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from services.scheduler import forecast
 from services.scheduler.book import Book
+from services.scheduler.door import Door
 from services.scheduler.effects import Effect
 from services.scheduler.handoff_cost import HandoffCost
 from services.scheduler.ingresses import IngressRegistry
@@ -32,11 +32,10 @@ from shared.contracts.errors import (
     Cancelled,
     Conflict,
     DeadlineExceeded,
-    Overloaded,
     Unavailable,
     to_wire,
 )
-from shared.contracts.grants import CLASSES, Grant
+from shared.contracts.grants import Grant
 from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
 from shared.security.generations import purged
 
@@ -62,10 +61,15 @@ class RequestTable:
         self._registry = registry
         self._ingresses = ingresses
         self._limits = limits or TableLimits()
-        self._rng = rng or random.Random(0)
         self._gather_until_s = now + self._limits.gather_s
-        self._book = Book(term, remember_s=self._limits.remember_s, event_resend_s=self._limits.event_resend_s)
+        self._book = Book(
+            term,
+            remember_s=self._limits.remember_s,
+            event_resend_s=self._limits.event_resend_s,
+            max_wait_s=self._limits.max_wait_s,
+        )
         self._placer = Placer(self._book, registry, cost or HandoffCost(), self._limits)
+        self._door = Door(self._book, registry, self._placer, self._limits, rng or random.Random(0))
         self._submits = 0
         self._workerless_s: float | None = None  # since when no decode worker is up
         self._gone: dict[IngressId, float] = {}  # silent ingresses, since when
@@ -125,6 +129,8 @@ class RequestTable:
         if error is not None:
             return _refusal(error), book.drain(now)
         if old is not None:
+            emitted = len(submit.token_ids) // 4 - submit.num_prompt_tokens
+            old.num_output = max(old.num_output, emitted)
             book.end(now, old, dropped=True)
         record = Record(
             submit=submit,
@@ -220,6 +226,10 @@ class RequestTable:
     def worker_beat(self, now: float, beat: m.WorkerBeat) -> list[Effect]:
         """A beat the registry has taken: adopt, confirm, cancel or forget by what it lists; then place."""
         listed = {held.attempt.request_id: held.attempt for held in beat.attempts}
+        for output in beat.outputs:
+            record = self._book.current(output.attempt, State.PLACED)
+            if record is not None and record.decode_worker == beat.worker:
+                self._book.output_counted(record, output.num_tokens, ended=output.ended)
         for attempt in listed.values():
             if not (attempt in beat.revoked and self._take_back(attempt, beat.worker)):
                 self._on_listed(now, beat, attempt)
@@ -341,19 +351,9 @@ class RequestTable:
             self._placer.adopt(now, record, listed, beat)
 
     def _queued(self, record: Record) -> m.Queued:
-        position = next((i for i, r in enumerate(self._book.queue) if r == record.request_id), 0)
-        return m.Queued(term=self.term, position=position, predicted_ttft_s=self._predict(record.grant, record.submit))
-
-    def _predict(self, grant: Grant, submit: m.Submit) -> float:
-        records, own = self._book.records, submit.attempt.request_id
-        ahead = [records[r].num_tokens for r in self._book.queue.ahead(grant.klass) if r != own]
-        return forecast.predict_ttft_s(
-            self._registry.views(),
-            tokens_ahead=sum(ahead),
-            turns_ahead=len(ahead),
-            turn_s=self._placer.turns.turn_s,
-            num_tokens=len(submit.token_ids) // 4,
-        )
+        position = len(self._book.queue.before(record.request_id))
+        predicted_s = self._door.predict(record.submit, record.grant)
+        return m.Queued(term=self.term, position=position, predicted_ttft_s=predicted_s)
 
     def _early_refusal(self, now: float, submit: m.Submit, grant: Grant, deadline_s: float) -> BatonError | None:
         """Why a request should not even wait. One that ran before, or that a new leader gathers, is not turned away."""
@@ -366,20 +366,13 @@ class RequestTable:
         if self._is_workerless(now):
             self.refusals[NO_WORKER] += 1
             return _no_worker()
-        wait_s = self._predict(grant, submit)
-        if len(self._book.queue) >= self._limits.queue_bound:
-            self.refusals["queue_full"] += 1
+        turned_away = self._door.judge(now, submit, grant, left_s)
+        if turned_away is None:
+            return None
+        self.refusals[turned_away.reason] += 1
+        if turned_away.error.retry_after_s > 0:
             self.limited_s = now
-            retry_s = forecast.retry_after_s(wait_s, 0.0, self._rng.random())
-            return Overloaded("the queue is full", retry_after_s=retry_s)
-        # nobody sits before the other classes: only their budget bounds their wait
-        bearable_s = min(left_s, self._limits.slo_ttft_s) if grant.klass == CLASSES[0] else left_s
-        if wait_s > bearable_s:
-            self.refusals["slo"] += 1
-            self.limited_s = now
-            retry_s = forecast.retry_after_s(wait_s, bearable_s, self._rng.random())
-            return Overloaded(f"predicted wait {wait_s:.1f} s exceeds {bearable_s:.1f} s", retry_after_s=retry_s)
-        return None
+        return turned_away.error
 
 
 def _no_worker() -> Unavailable:

@@ -37,7 +37,16 @@ def scheduler_config(settings: Settings, scheduler_id: str) -> SchedulerConfig:
         ingress_lease_s=section.worker_timeout_s,
         limits=TableLimits(
             queue_bound=section.max_queued,
-            slo_ttft_s=section.slo_ttft_s,
+            slo_ttft_s={
+                "interactive": section.slo_ttft_s,
+                "analysis": section.analysis_slo_ttft_s,
+                "batch": section.batch_slo_ttft_s,
+            },
+            max_wait_s={
+                "interactive": section.interactive_max_wait_s,
+                "analysis": section.analysis_max_wait_s,
+                "batch": section.batch_max_wait_s,
+            },
             lease_s=section.worker_timeout_s,
         ),
     )

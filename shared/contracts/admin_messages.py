@@ -35,6 +35,17 @@ class LimitsChange(Message, frozen=True, kw_only=True):
     key_id: str = ""
 
 
+class TermsChange(Message, frozen=True, kw_only=True):
+    """command line → policy: in what class a tenant's requests run, and its weight against other tenants of the class.
+
+    An empty class, or a weight of 0, stays as it is.
+    """
+
+    tenant: TenantId
+    klass: str = ""
+    weight: float = 0.0
+
+
 class TenantsQuery(Message, frozen=True, kw_only=True):
     """command line → policy: what is known of a tenant; of all when `tenant` is empty."""
 
@@ -113,12 +124,15 @@ class KeyInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TenantInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tenant as policy keeps it. `limits`: those of its own. `running`: its requests now, of all keys."""
+    """A tenant as policy keeps it. `limits`: those of its own. `running`: its requests now, of all keys. `klass`: the
+    highest its requests may run in."""
 
     id: TenantId
     keys: tuple[KeyInfo, ...] = ()
     limits: dict[str, int] = msgspec.field(default_factory=dict)
     running: int = 0
+    klass: str = ""
+    weight: float = 0.0
 
 
 class Tenants(Message, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from shared.contracts.ids import (
 )
 from shared.contracts.message import Message
 from shared.contracts.parts import (
+    AttemptOutput,
     AttemptProgress,
     ClassRoom,
     ComputeRow,
@@ -71,6 +72,7 @@ class Identity(Message, frozen=True, kw_only=True):
     models: tuple[str, ...] = ()  # it may use; empty = every one
     quota: Quota | None = None  # of a tenant or key with limits that `has_rates` finds
     key_max_parallel: int = 0  # requests of this key at once; 0 = no limit of its own
+    retention_s: int = -1  # how long what the tenant stores may be kept, as of grants; -1: as asked
 
     @property
     def has_rates(self) -> bool:
@@ -483,6 +485,7 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     rooms: tuple[ClassRoom, ...] = ()  # what a newcomer of each of CLASSES can have, what lower ones hold included
     classes: tuple[str, ...] = ()  # it takes requests of; none named: of all
     stalled: bool = False  # its engine has ended no step for longer than any takes
+    outputs: tuple[AttemptOutput, ...] = ()  # of attempts held, and of those that ended in the last seconds
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

@@ -111,6 +111,14 @@ class AttemptProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     computed_tokens: int = 0
 
 
+class AttemptOutput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens a decode worker has made for an attempt, of all choices together; `ended`: no more come."""
+
+    attempt: Attempt
+    num_tokens: int
+    ended: bool = False
+
+
 class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """Coefficients of the one step-time model, seconds: T = max(floor, base + token·n + sequence·B) + context·C.
 

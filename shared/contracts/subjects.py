@@ -194,7 +194,13 @@ HOPS: tuple[Hop, ...] = (
         POLICY_ADMIN,
         (ADMIN,),
         ("policy",),
-        am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery | am.PurgeStart | am.PurgeQuery,
+        am.KeyCreate
+        | am.KeyRevoke
+        | am.LimitsChange
+        | am.TermsChange
+        | am.TenantsQuery
+        | am.PurgeStart
+        | am.PurgeQuery,
         am.Tenants | am.Purges,
     ),
     Hop(

@@ -31,7 +31,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.errors import BatonError, Unavailable
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import Replay, SchedulerBeat, WorkerBeat
-from shared.contracts.parts import AttemptProgress, KvEnd, KvLink
+from shared.contracts.parts import AttemptOutput, AttemptProgress, KvEnd, KvLink
 from shared.engine.batcher import Batcher
 from shared.engine.batcher_gauges import Gauges
 from shared.engine.sequence_update import SequenceUpdate
@@ -65,6 +65,9 @@ class Role(Protocol):
 
     def attempts(self) -> Mapping[Attempt, int]:
         """Every attempt held, queued ones too, with its computed tokens."""
+
+    def outputs(self) -> tuple[AttemptOutput, ...]:
+        """Tokens made for attempts that are held, or ended lately."""
 
     def take_updates(self, updates: list[SequenceUpdate]) -> None:
         """What one step changed. On the planner thread: hands over and returns."""
@@ -325,13 +328,14 @@ class WorkerShell:
             token_bytes=tuple(g.token_bytes for g in facts.layout.groups),
             held_back=gauges.held_back if gauges is not None else (),
             revoked=self._role.revoked(),
+            outputs=self._role.outputs(),
             preemptions=gauges.preemptions if gauges is not None else 0,
             itl_target=options.itl_target,
             kv=self.kv,
             links=self.links(),
+            stalled=self.stalled,
             rooms=gauges.rooms if gauges is not None else (),
             classes=options.classes,
-            stalled=self.stalled,
         )
 
 

@@ -192,8 +192,21 @@ class EngineSettings(Section):
 class SchedulerSettings(Section):
     """Queueing and placement."""
 
-    max_queued: int = Field(1024, ge=1, description="most requests waiting; the next is refused")
+    max_queued: int = Field(
+        1024, ge=1, description="most requests waiting; beyond it only tenants that have less than their share may wait"
+    )
     slo_ttft_s: float = Field(60.0, gt=0, description="longest predicted wait of an interactive request, seconds")
+    analysis_slo_ttft_s: float = Field(
+        0.0, ge=0, description="longest predicted wait of an analysis request, seconds; 0: its budget"
+    )
+    batch_slo_ttft_s: float = Field(
+        0.0, ge=0, description="longest predicted wait of a batch request, seconds; 0: its budget"
+    )
+    interactive_max_wait_s: float = Field(
+        30.0, ge=0, description="wait after which an interactive request goes before its turn, seconds; 0: never"
+    )
+    analysis_max_wait_s: float = Field(300.0, ge=0, description="the same of an analysis request, seconds; 0: never")
+    batch_max_wait_s: float = Field(0.0, ge=0, description="the same of a batch request, seconds; 0: never")
     beat_s: float = Field(1.0, gt=0, description="interval of the scheduler's beats, seconds")
     worker_timeout_s: float = Field(
         10.0, ge=2, description="silence, or a step without end, after which a worker counts as lost, seconds"

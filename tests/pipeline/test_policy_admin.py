@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from services.policy.accounts import Accounts
 from services.policy.admin import Admin
 from services.policy.admin_desk import AdminDesk
+from services.policy.admission import Terms, make_grant
 from services.policy.ingress_watch import IngressWatch
 from services.policy.purges import Purges
 from services.policy.quota import Asker
@@ -26,14 +27,14 @@ from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import Conflict, InvalidInput
 from shared.contracts.grants import Limits
-from shared.contracts.ids import TenantId
+from shared.contracts.ids import RequestId, TenantId
 from shared.security.grant_signature import GrantSigner
 from shared.store.redis_store import connect_redis
 from tests.servers import RedisServer
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
 SIGNER = GrantSigner(Ed25519PrivateKey.generate())
-Ask = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TenantsQuery
+Ask = am.KeyCreate | am.KeyRevoke | am.LimitsChange | am.TermsChange | am.TenantsQuery
 
 
 def digest(key: str) -> bytes:
@@ -85,7 +86,7 @@ async def policy(redis_server: RedisServer) -> AsyncIterator[Policy]:
 async def test_a_key_is_made_with_its_tenant_and_ended(policy: Policy) -> None:
     assert await policy.ask(am.TenantsQuery(tenant=ACME)) == ()
     (made,) = await policy.ask(new_key("k1"))
-    assert made == am.TenantInfo(ACME, (am.KeyInfo("first"),))
+    assert made == am.TenantInfo(ACME, (am.KeyInfo("first"),), klass="interactive", weight=1.0)
     # The answer may have been lost: asking again changes nothing.
     assert await policy.ask(new_key("k1")) == (made,)
     record = await policy.records.key(digest("k1"))
@@ -125,6 +126,11 @@ async def test_names_and_keys_have_one_owner(policy: Policy) -> None:
         (am.LimitsChange(tenant=ACME, limits={"colour": 1}), "colour"),
         (am.LimitsChange(tenant=ACME, limits={"tokens_per_minute": -1}), "tokens_per_minute"),
         (am.LimitsChange(tenant=ACME, limits={"tokens_per_minute": 2**60}), "tokens_per_minute"),
+        (am.TermsChange(tenant=TenantId("nobody"), klass="batch"), "tenant"),
+        (am.TermsChange(tenant=ACME, klass="urgent"), "klass"),
+        (am.TermsChange(tenant=ACME, weight=-1.0), "weight"),
+        (am.TermsChange(tenant=ACME, weight=float("nan")), "weight"),
+        (am.TermsChange(tenant=ACME, weight=1e9), "weight"),
     ],
 )
 async def test_what_makes_no_sense_is_refused_by_name(policy: Policy, ask: Ask, field: str) -> None:
@@ -143,6 +149,21 @@ async def test_limits_change_one_by_one(policy: Policy) -> None:
     record = await policy.records.tenant(ACME)
     assert record is not None
     assert record.limits == OwnLimits(requests_per_minute=0)
+
+
+async def test_class_and_weight_change_one_by_one_and_are_in_the_next_grant(policy: Policy) -> None:
+    await policy.ask(new_key("k1"))
+    await policy.ask(am.TermsChange(tenant=ACME, weight=4.0))
+    (found,) = await policy.ask(am.TermsChange(tenant=ACME, klass="analysis"))
+    assert (found.klass, found.weight) == ("analysis", 4.0)
+    assert policy.events[-1].kind == "changed"
+    assert policy.audit[-1] == "terms_changed"
+    record = await policy.records.tenant(ACME)
+    assert record is not None
+    ask = m.AdmitTenant(request_id=RequestId("r"), tenant=ACME, model="m", num_prompt_tokens=1, max_tokens=1)
+    terms = Terms(budget_s={"analysis": 60.0})
+    grant = make_grant(ask, record, Limits(), "analysis", 0.0, terms)
+    assert grant.weight == 4.0
 
 
 async def test_a_key_has_a_limit_of_requests_at_once_from_the_beginning_or_later(policy: Policy) -> None:

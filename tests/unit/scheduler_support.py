@@ -68,11 +68,14 @@ def beat(worker: str, role: str = "decode", number: int = 1, **changes: Any) -> 
     return m.WorkerBeat(worker=WorkerId(worker), role=role, number=number, **(values | changes))
 
 
-def grant(name: str, klass: str = "interactive", budget_s: float = 100.0) -> Grant:
+def grant(
+    name: str, klass: str = "interactive", budget_s: float = 100.0, tenant: str = "t", weight: float = 1.0
+) -> Grant:
     return Grant(
         request_id=RequestId(name),
-        tenant=TenantId("t"),
-        scope=Scope(TenantId("t")),
+        tenant=TenantId(tenant),
+        weight=weight,
+        scope=Scope(TenantId(tenant)),
         model="m",
         klass=klass,
         reservation_id="r",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, PlacingEnded
+from services.scheduler.placer import MOST_OVERTAKEN
 from services.scheduler.record import State
 from shared.contracts import messages as m
 from shared.contracts.errors import ErrorInfo
@@ -217,14 +218,30 @@ def test_a_refusing_worker_is_asked_again_after_a_while_without_its_beat() -> No
     assert bench.count(AskReserve) == 1
 
 
-def test_nothing_passes_a_head_that_waits_for_room() -> None:
+def test_a_head_without_room_is_passed_so_often_and_no_more() -> None:
+    bench = Bench(max_placing=1)
+    bench.beat("d1", free_blocks=(5,), max_sequences=0)
+    bench.submit(submit("large", 32 * 6))
+    for number in range(MOST_OVERTAKEN + 5):
+        bench.submit(submit(f"small{number}", 31))
+        if number < MOST_OVERTAKEN:
+            bench.reserve(reserved())
+            assert state(bench, f"small{number}") == State.PLACED
+            bench.beat("d1", free_blocks=(5,), max_sequences=0)  # it has ended already
+    assert bench.effects[-1].outcome == "placed"  # type: ignore[union-attr]
+    assert bench.count(AskReserve) == 0  # the workers are emptied for it
+    assert state(bench, "large") == State.QUEUED
+    bench.beat("d1", free_blocks=(50,), max_sequences=0)
+    assert state(bench, "large") == State.MATCHING
+
+
+def test_what_is_no_smaller_than_one_without_room_is_not_tried() -> None:
     bench = Bench()
     bench.beat("d1", free_blocks=(5,))
-    bench.submit(submit("large", 32 * 6))
-    bench.submit(submit("small", 32))
-    assert bench.effects == []
-    bench.beat("d1", free_blocks=(50,))
-    assert bench.count(AskMatch) + bench.count(AskReserve) == 2
+    for name, num_tokens in (("large", 32 * 6), ("larger", 32 * 7), ("small", 32)):
+        bench.submit(submit(name, num_tokens))
+    states = [state(bench, name) for name in ("large", "larger", "small")]
+    assert states == [State.QUEUED, State.QUEUED, State.RESERVING]
 
 
 def test_never_fits_is_refused_at_once() -> None:
@@ -306,3 +323,17 @@ def test_a_spent_budget_ends_a_queued_request_with_an_error() -> None:
     assert bench.told == []
     bench.tick(0.2)
     assert bench.told[0].error.code == "DeadlineExceeded/deadline_exceeded"
+
+
+def test_what_no_worker_could_ever_hold_is_told_at_once_however_many_wait() -> None:
+    bench = Bench()
+    bench.beat("d1", free_blocks=(0,), total_blocks=(10,))
+    bench.submit(submit("waits", 60))
+    answer = bench.submit(submit("huge", 60, max_tokens=262))
+    assert isinstance(answer, m.Refusal)
+    assert answer.error.code == "ContextExceeded/context_length_exceeded"
+    assert "hold 321 tokens" in answer.error.message
+    assert isinstance(bench.submit(submit("fits", 60, max_tokens=261)), m.Queued)
+    # a larger pool comes: it may wait for that one
+    bench.beat("d2", free_blocks=(0,), total_blocks=(20,))
+    assert isinstance(bench.submit(submit("huge", 60, max_tokens=262)), m.Queued)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler import forecast
+from services.scheduler.forecast import Ahead, TurnClock
 from services.scheduler.ingresses import IngressRegistry
 from services.scheduler.outbox import NUMBER_SHIFT, Event, Outbox
 from services.scheduler.tombstones import Tombstones
@@ -70,38 +71,46 @@ def test_events_of_a_term_of_this_century_can_be_sent() -> None:
     assert decode(encode(Placed(number=1, attempt=placed, term=century, decode_worker=WorkerId("w"))), Placed).term > 0
 
 
-def test_the_forecast_takes_the_worse_of_tokens_and_turns() -> None:
-    views = [view("d1")]
+def test_the_forecast_takes_the_worst_of_tokens_turns_and_memory() -> None:
+    views = [view("d1")]  # 100 blocks of 32 are free
     rate = forecast.prefill_rate(views)
     assert rate == pytest.approx(128 / (0.025 + 0.0012 * 128 + 0.0005))
     own_s = 0.025 + 0.0012 * 100 + 0.0005
-    by_tokens = forecast.predict_ttft_s(views, tokens_ahead=900, turns_ahead=3, turn_s=0.1, num_tokens=100)
+    fast, slow = TurnClock(turn_s=0.1, num_slots=100.0), TurnClock(turn_s=2.0, num_slots=100.0)
+    by_tokens = forecast.predict_ttft_s(views, Ahead(num_tokens=900, turns=3), fast, 100)
     assert by_tokens == pytest.approx(900 / rate + own_s)
-    by_turns = forecast.predict_ttft_s(views, tokens_ahead=0, turns_ahead=30, turn_s=2.0, num_tokens=1)
-    assert by_turns == pytest.approx(60.0 + 0.025 + 0.0012 + 0.0005)
+    first_s = 0.025 + 0.0012 + 0.0005
+    by_turns = forecast.predict_ttft_s(views, Ahead(turns=30, num_slots=3_200.0), slow, 1)
+    assert by_turns == pytest.approx(60.0 + first_s)
+    by_memory = forecast.predict_ttft_s(views, Ahead(turns=3, num_slots=13_200.0), slow, 1)
+    assert by_memory == pytest.approx(10_000 * 2.0 / 100 + first_s)
+    full = [view("d1", free_blocks=(10,), held_back=(10,))]
+    assert forecast.predict_ttft_s(full, Ahead(num_slots=100.0), slow, 1) == pytest.approx(2.0 + first_s)
 
 
 def test_the_forecast_knows_that_a_long_prompt_attends_to_more() -> None:
     model = StepModel(base_s=0.0, token_s=0.001, sequence_s=0.0, context_s=1e-6)
     (long,) = views = [view("d1", step_model=model, token_budget=1000)]
-    found = forecast.predict_ttft_s(views, tokens_ahead=0, turns_ahead=0, turn_s=0.0, num_tokens=2000)
+    found = forecast.predict_ttft_s(views, Ahead(), TurnClock(), 2000)
     assert found == pytest.approx(2.0 + 1e-6 * 2000 * 2001 / 2)
     assert found == forecast.prompt_s(long, 2000)
-    assert forecast.predict_ttft_s([], tokens_ahead=9, turns_ahead=0, turn_s=0.0, num_tokens=9) == 0.0
+    assert forecast.predict_ttft_s([], Ahead(num_tokens=9), TurnClock(), 9) == 0.0
 
 
 def test_retry_after_is_whole_clamped_and_jittered() -> None:
     assert forecast.retry_after_s(1.0, 5.0, 0.0) == 1.0
     assert forecast.retry_after_s(30.0, 10.0, 0.0) == 20.0
     assert forecast.retry_after_s(30.0, 10.0, 0.999) == 24.0
-    assert forecast.retry_after_s(1e9, 0.0, 0.5) == 60.0
+    assert forecast.retry_after_s(1e9, 0.0, 0.5) == 600.0
 
 
 def test_the_turn_clock_measures_only_while_others_wait() -> None:
     clock = forecast.TurnClock(weight=0.5)
-    clock.placed(0.0, others_waited=True)
-    clock.placed(2.0, others_waited=True)
+    clock.placed(0.0, others_waited=True, num_slots=7.0)
+    assert clock.slot_s == 0.0
+    clock.placed(2.0, others_waited=True, num_slots=100.0)
     assert clock.turn_s == 2.0
+    assert clock.slot_s == 2.0 / 100
     clock.placed(6.0, others_waited=False)
     clock.placed(100.0, others_waited=True)
     assert clock.turn_s == 2.0
