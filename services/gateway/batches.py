@@ -22,6 +22,7 @@ from shared.contracts.ids import BatchId, FileId
 from shared.contracts.messages import Identity
 from shared.ingress.metadata import Metadata
 from shared.ingress.parse import parse_as
+from shared.security.keeping import kept_s
 
 MAX_BODY_BYTES = 256 * 1024
 MAX_PAGE, PAGE = 100, 20
@@ -76,7 +77,9 @@ class Batches:
             endpoint=body.endpoint,
             completion_window=body.completion_window,
             metadata=body.metadata or {},
-            output_expires_after_s=body.output_expires_after.seconds if body.output_expires_after else 0,
+            output_expires_after_s=kept_s(
+                body.output_expires_after.seconds if body.output_expires_after else 0, identity.retention_s
+            ),
             enqueued_tokens_limit=identity.limits.batch_enqueued_tokens,
             models=identity.models,
         )

@@ -27,6 +27,7 @@ from shared.contracts import subjects
 from shared.contracts.errors import BatonError, BodyTooLarge, Cancelled, Internal, InvalidInput, QuotaExceeded
 from shared.contracts.ids import FileId, TenantId
 from shared.contracts.messages import Identity
+from shared.security.keeping import kept_s
 
 UPLOADS_AT_ONCE = 16
 """Uploads of one tenant at the same time, here."""
@@ -64,7 +65,8 @@ class Files:
 
     async def _create(self, request: Request) -> Response:
         self._service.ingress.require_open()
-        tenant = (await self._identity(request)).tenant
+        identity = await self._identity(request)
+        tenant = identity.tenant
         idempotency_key(request.headers)  # what is wrong with it is told before the upload
         limit = self._service.config.max_file_bytes
         declared = request.headers.get("content-length", "")
@@ -72,7 +74,7 @@ class Files:
             raise BodyTooLarge(f"a file has at most {limit} bytes", param="file")
         upload = Upload(request.headers.get("content-type", ""), limit)
         with self._counted(tenant):
-            return await self._receive(request, upload, _Sender(self._service, tenant, upload))
+            return await self._receive(request, upload, _Sender(self._service, identity, upload))
 
     async def _receive(self, request: Request, upload: Upload, sender: _Sender) -> Response:
         try:
@@ -195,8 +197,9 @@ class Files:
 class _Sender:
     """Sends an upload's bytes on in full chunks."""
 
-    def __init__(self, service: GatewayService, tenant: TenantId, upload: Upload) -> None:
-        self.tenant = tenant
+    def __init__(self, service: GatewayService, identity: Identity, upload: Upload) -> None:
+        self.tenant = identity.tenant
+        self._retention_s = identity.retention_s
         self._service = service
         self._upload = upload
         self._content = hashlib.sha256()
@@ -228,7 +231,7 @@ class _Sender:
 
     async def close(self, once: str = "") -> b.FileInfo:
         """The file's record; `once`: or that of one closed under the same id before."""
-        expires_after_s = self._upload.expires_after_s()
+        expires_after_s = kept_s(self._upload.expires_after_s(), self._retention_s)
         info: b.FileInfo = await self._ask(
             b.FileClose(tenant=self.tenant, file_id=self._file_id, expires_after_s=expires_after_s, once=once)
         )

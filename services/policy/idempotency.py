@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared.contracts import idempotency_messages as i
 from shared.contracts.errors import BatonError, Conflict, NotFound, OtherBody, ProtocolError, QuotaExceeded
 from shared.contracts.ids import IngressId, RequestId, TenantId
+from shared.security.keeping import kept_s
 from shared.store.redis_store import RedisStore
 from shared.store.sealed import Sealer
 
@@ -29,6 +30,10 @@ _REPLY_FIELDS = 8
 _LUA = Path(__file__).with_name("lua")
 _KEPT, *_PARTS = ((_LUA / f"idempotency_{name}.lua").read_text() for name in ("kept", "claim", "write"))
 _CLAIM, _WRITE = (_KEPT + part for part in _PARTS)
+
+
+Retention = Callable[[TenantId], Awaitable[int]]
+"""A tenant's retention in seconds, as in `Grant`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class IdempotencyRecords:
     Args:
         ttl_s: how long one is kept after its last change, whole seconds.
         prefix: of every key; tests keep apart by it.
+        retention: a tenant's, which ends a record earlier; None: nobody has any.
 
     A record lies under its handle, a keyed hash of tenant and key: nobody can name a record without the key, and one
     tenant's key leads nowhere in another's. Its request id begins with the handle and goes on with what is another in
@@ -68,7 +74,15 @@ class IdempotencyRecords:
     full_bytes: int | None = None
     """A tenant that has so many bytes gets no new record; None: only answers are bounded."""
 
-    def __init__(self, redis: RedisStore, sealer: Sealer, ttl_s: int, prefix: str = "baton:policy") -> None:
+    def __init__(
+        self,
+        redis: RedisStore,
+        sealer: Sealer,
+        ttl_s: int,
+        prefix: str = "baton:policy",
+        retention: Retention | None = None,
+    ) -> None:
+        self._retention = retention
         self._redis = redis
         self._sealer = sealer
         self._ttl_s = ttl_s
@@ -130,7 +144,7 @@ class IdempotencyRecords:
             write.ingress_id,
             write.run,
             write.state,
-            self.life_s(write.state),
+            await self._life_s(tenant, write.state),
             write.first_part,
             seal(tenant, _committed(request_id), write.committed),
             write.epoch,
@@ -143,6 +157,12 @@ class IdempotencyRecords:
         if code == _GAP:
             raise Conflict("parts of the record are missing", code=i.RECORD_GAP)
         return i.IdempotencyWritten(held=code > _TAKEN_OVER, gone=code == _GONE, cancel=code == _SHALL_END)
+
+    async def _life_s(self, tenant: TenantId, state: str) -> int:
+        life_s = self.life_s(state)
+        if self._retention is None or state in (i.RUNNING, i.OPEN):
+            return life_s
+        return kept_s(life_s, await self._retention(tenant))
 
     async def progress(self, tenant: TenantId, request_id: RequestId) -> Progress | None:
         """How far a request is; None when it has no record."""

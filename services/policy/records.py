@@ -43,6 +43,11 @@ class Records:
         """The tenant's record."""
         return tenant_of(await self._redis.execute(*self.tenant_command(tenant)))
 
+    async def retention_s(self, tenant: TenantId) -> int:
+        """How long what it stores is kept, as in `Grant`; -1 for one that there is not."""
+        record = await self.tenant(tenant)
+        return -1 if record is None else record.retention_s
+
     async def key(self, key_hash: bytes) -> KeyRecord | None:
         """The key whose SHA-256 this is, revoked ones included."""
         return key_of(await self._redis.execute(*self.key_command(key_hash)))

@@ -28,8 +28,8 @@ class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tenant. `version` changes whenever anything about it does.
 
-    `models` empty = every model. `weight` is its share against other tenants inside a worker's step. `retention_s`: 0 =
-    its KV is never cached; other values are not yet in force. Both as in `Grant`.
+    `models` empty = every model. `weight` is its share against other tenants inside a worker's step. `retention_s`: how
+    long its KV is kept after use, as in `Grant`, and at most what it stores, and its traces (`docs/security.md`).
     """
 
     id: TenantId
@@ -97,4 +97,5 @@ def identity(tenant: TenantRecord, key: KeyRecord, defaults: Limits, default_max
         version=tenant.version,
         models=tenant.models,
         key_max_parallel=key.max_parallel,
+        retention_s=tenant.retention_s,
     )

@@ -70,9 +70,17 @@ class TraceBuffer:
         while self._bytes > self._max_bytes and len(self._traces) > 1:
             self._drop_oldest()
 
-    def forget(self, tenant: str) -> int:
-        """Drop a tenant's traces; how many. Whose one is whose root has not come yet, nobody knows."""
-        gone = [trace_id for trace_id in self._traces if self._tenants.get(trace_id) == tenant]
+    def forget(self, tenant: str, before_ns: int | None = None) -> int:
+        """Drop a tenant's traces, with `before_ns` those that had ended by then (unix nanoseconds); how many.
+
+        Whose one is whose root has not come yet, nobody knows.
+        """
+        gone = [
+            trace_id
+            for trace_id, spans in self._traces.items()
+            if self._tenants.get(trace_id) == tenant
+            and (before_ns is None or max(span.end_ns for span in spans.values()) < before_ns)
+        ]
         for trace_id in gone:
             self._drop(trace_id)
         return len(gone)

@@ -193,6 +193,23 @@ async def test_nothing_of_an_answer_lies_open_and_moved_parts_do_not_open(store:
         await store.claim(B)
 
 
+@pytest.mark.parametrize(("retention_s", "most"), [(-1, 600), (120, 120), (0, 60)])
+async def test_a_tenants_retention_ends_a_record_earlier_once_it_is_done(
+    store: Store, retention_s: int, most: int
+) -> None:
+    async def retention(tenant: TenantId) -> int:
+        assert tenant == T
+        return retention_s
+
+    store.kept = IdempotencyRecords(store.redis, Sealer(bytes(32)), 600, store.prefix, retention=retention)
+    mine = await store.claim()
+    names = store.kept._keys(T, mine.request_id)[:2]
+    assert await store.write(mine, state=i.RUNNING, first_part=0, parts=(b"a",))
+    assert await store.redis.execute("TTL", names[0]) > 500  # what runs is not cut short
+    assert await store.write(mine, state=i.DONE, first_part=1, parts=(b"b",))
+    assert all([most - 30 < await store.redis.execute("TTL", name) <= most for name in names])
+
+
 async def test_records_end_are_counted_and_can_be_purged(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idempotency, "MAX_RECORDS", 2)
     mine = await store.claim(A)

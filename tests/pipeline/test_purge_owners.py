@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from services.scheduler.effects import CancelAt
 from shared.bus.bus import Delivery
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.bus.streams import PURGE_ACK_STREAM, submit_stream
+from shared.contracts import batch_messages as b
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem
 from shared.contracts.errors import PURGED, Cancelled, from_wire
 from shared.contracts.grants import Scope
-from shared.contracts.ids import ScopeGeneration, TenantId
+from shared.contracts.ids import FileId, ScopeGeneration, TenantId
 from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.served_models import ServedModel, ServedModels
 from shared.security.generations import Generations
@@ -234,3 +236,33 @@ async def test_an_order_that_failed_is_carried_out_when_it_comes_again_and_one_t
     await orders.stop()
     await bus.close()
     await acks.bus.close()
+
+
+# ---------------------------------------------------------------------------------------------- retention
+
+
+async def test_files_of_a_tenant_with_a_retention_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gateway asks of the batch service for a tenant whose data is kept for an hour."""
+    monkeypatch.setattr(m, "Identity", partial(m.Identity, retention_s=3600))
+    backend = Backend(MemoryBroker())
+    async with gateway_stack(backend) as stack:
+        asked: list[Any] = []
+        record = b.FileInfo(file_id=FileId("file-1"), filename="f", purpose="batch", num_bytes=1, created_s=1)
+
+        async def on_file(delivery: Delivery) -> Any:
+            asked.append(delivery.message)
+            message = delivery.message
+            if isinstance(message, b.FileClose):
+                return record
+            opened = isinstance(message, b.FileOpen)
+            return b.FileOpened(file_id=record.file_id) if opened else b.FileAppended(num_bytes=1)
+
+        files = await backend.bus.serve(subjects.BATCH_FILES, b.FileRequest, on_file)
+        for given, kept in ((None, 3600), ("7200", 3600)):
+            form = {"purpose": "batch"}
+            if given is not None:
+                form |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": given}
+            sent = await stack.client.post("/v1/files", data=form, files={"file": ("f", b"x")}, headers=HEADERS)
+            assert sent.status_code == 200, sent.text
+            assert asked[-1].expires_after_s == kept
+        await files.stop()
