@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from services.prefix_cache_index.fleet import Fleet, Heard
-from services.prefix_cache_index.generations import Generations
 from services.prefix_cache_index.index import REPLAY_RETRY_S, BlockIndex
 from services.prefix_cache_index.issued import IssuedTags
 from shared.contracts.errors import Conflict, Forbidden
@@ -17,6 +16,7 @@ from shared.contracts.grants import Scope
 from shared.contracts.ids import BlockTag, Incarnation, ScopeGeneration, TenantId, WorkerId
 from shared.contracts.messages import BlockEvents, WorkerBeat
 from shared.contracts.parts import GroupTags, Holder
+from shared.security.generations import Generations
 
 W1, W2 = WorkerId("decode-1"), WorkerId("decode-2")
 
