@@ -325,6 +325,10 @@ class Batcher:
         for seq in self._cleaning.done(blocks):
             self._let_go(seq)
 
+    def not_zeroed(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Blocks of `take_blocks_to_zero` could not be overwritten; they stay held."""
+        self._cleaning.failed(blocks)
+
     # ------------------------------------------------------------------------------------- inspection
 
     @property

@@ -45,3 +45,7 @@ class BlockCleaning:
                 if not seq.cleaning:
                     free.append(seq)
         return free
+
+    def failed(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """These could not be overwritten: nobody gets them any more, and who waits for a tail waits on."""
+        self._pool.not_cleaned(block for block in blocks if block not in self._cleaned_for)

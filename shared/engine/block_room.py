@@ -199,6 +199,8 @@ class BlockRoom:
         while any(missing) and not blocks.grow(self._pool, seq, missing):
             if any(other.steps_in_flight and other.gives_back for other in self._sequences.values()):
                 return False  # blocks come when those steps end: nobody has to give way
+            if self._pool.will_have(missing):
+                return False  # they are being zeroed
             victim = choose_victim(seq.spec.seq_id, self._holders(allowed))
             if victim is None:
                 return False

@@ -245,9 +245,9 @@ class Engine:
             case Zeroed(blocks, None):
                 self._zeroing -= 1
                 self._batcher.zeroed(blocks)
-            case Zeroed(_, error):
-                # the blocks stay held: better a smaller pool than somebody else's KV
+            case Zeroed(blocks, error):
                 self._zeroing -= 1
+                self._batcher.not_zeroed(blocks)
                 self._report_error(error)
             case Stop():
                 self._stopping = True
@@ -272,18 +272,22 @@ class Engine:
     def _advance(self) -> None:
         """Hand the executor all it may have: blocks to zero first, then steps up to the depth."""
         self._batcher.expire(time.monotonic())
-        blocks = self._batcher.take_blocks_to_zero()
-        if blocks:
-            self._zeroing += 1
-            self._work.put(blocks)
+        self._have_zeroed()
         may_stretch = self._may_stretch()
         while not self._stopping:
             plan = self._batcher.plan(time.monotonic(), may_stretch=may_stretch)
             if plan is None:
+                self._have_zeroed()  # of who gave way: somebody may wait for it, and is planned when it is done
                 return
             if plan.repeats > 1:  # its tokens are told by another thread, and must not overtake those before them
                 self._publish()
             self._work.put(plan)
+
+    def _have_zeroed(self) -> None:
+        blocks = self._batcher.take_blocks_to_zero()
+        if blocks:
+            self._zeroing += 1
+            self._work.put(blocks)
 
     def _may_stretch(self) -> bool:
         if self._again is None or self.on_drawn is None or self._batcher.is_stretching:

@@ -43,7 +43,8 @@ class Precedence:
         return self._most - sum(seq.has_place for seq in self._sequences.values())
 
     def way(self, need: Need) -> list[Sequence] | None:
-        """Who has to give way so that `need` can be met, as far as steps in flight do not see to it by themselves.
+        """Who has to give way so that `need` can be met, as far as steps in flight and blocks being zeroed do not see
+        to it by themselves.
 
         None: not even all lower classes together have what is missing. Empty: wait, or take it.
         """
@@ -78,7 +79,10 @@ class Precedence:
         grows = self._watermark([*going, *taken])
         freed = self._freed([*going, *taken], ((),) * len(self._pool.groups))
         counts = self._pool.counts
-        blocks = tuple(max(0, c.available + more - grows) for c, more in zip(counts, freed, strict=True))
+        cleaning = [group.num_cleaning if taken else 0 for group in self._pool.groups]
+        blocks = tuple(
+            max(0, c.available + more + zeroed - grows) for c, more, zeroed in zip(counts, freed, cleaning, strict=True)
+        )
         return ClassRoom(max(0, places), blocks)
 
     def _going(self) -> list[Sequence]:
@@ -94,7 +98,7 @@ class Precedence:
         """True if there is room for `need` and for others to grow, once those that leave have left."""
         freed, grows = self._freed(leaving, need.hits), self._watermark(leaving)
         for group, hit, count, more in zip(self._pool.groups, need.hits, need.blocks, freed, strict=True):
-            if not group.can_take(hit, count - len(hit) + grows - more):
+            if not group.can_take(hit, count - len(hit) + grows - more - group.num_cleaning):
                 return False
         return True
 

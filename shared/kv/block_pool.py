@@ -96,6 +96,17 @@ class BlockPool:
         for group, block_id in blocks:
             self.groups[group].cleaned([block_id])
 
+    def not_cleaned(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """(group, block id) of `take_dirty` that could not be zeroed."""
+        for group, block_id in blocks:
+            self.groups[group].not_cleaned([block_id])
+
+    def will_have(self, counts: Sequence[int]) -> bool:
+        """True if so many blocks per group can be handed out once those being zeroed are."""
+        return all(
+            group.can_take((), count - group.num_cleaning) for group, count in zip(self.groups, counts, strict=True)
+        )
+
     def drain_events(self) -> tuple[TagEvents, ...]:
         """Tags stored and removed since the last call, per group."""
         return tuple(group.drain_events() for group in self.groups)

@@ -91,6 +91,7 @@ class GroupPool:
     _events: dict[BlockTag, bool] = field(init=False, default_factory=dict)  # True: stored
     _dirty: list[int] = field(init=False, default_factory=list)  # condemned, waiting for the cleaner
     _cleaning: set[int] = field(init=False, default_factory=set)  # with the cleaner
+    _stuck: set[int] = field(init=False, default_factory=set)  # could not be zeroed: nobody gets them any more
     _purged: set[int] = field(init=False, default_factory=set)  # blocks that are `purged`
 
     def __post_init__(self) -> None:
@@ -331,6 +332,17 @@ class GroupPool:
             self._no_longer_purged(block_id)
             self._free[block_id] = None
 
+    def not_cleaned(self, block_ids: Iterable[int]) -> None:
+        """Blocks of `take_dirty` could not be zeroed: better a smaller pool than somebody else's KV."""
+        for block_id in block_ids:
+            self._cleaning.remove(block_id)
+            self._stuck.add(block_id)
+
+    @property
+    def num_cleaning(self) -> int:
+        """Blocks that are free once they are zeroed."""
+        return len(self._dirty) + len(self._cleaning)
+
     def drain_events(self) -> TagEvents:
         """Tags stored and removed since the last call."""
         events, self._events = self._events, {}
@@ -355,12 +367,12 @@ class GroupPool:
         tagged = {b.tag: i for i, b in enumerate(self._blocks) if b.tag is not None}
         assert tagged == self._by_tag, "the tag map does not name the tagged blocks"
         held: Counter[TenantId] = Counter()
-        for i in (used - {*self._dirty, *self._cleaning}) | cached:
+        for i in (used - {*self._dirty, *self._cleaning, *self._stuck}) | cached:
             held[self._blocks[i].owner[0]] += 1
         assert held == self._cached.held(), "tenants hold other blocks than are counted"
         if references is not None:
             expected = list(references)
-            for block_id in (*self._dirty, *self._cleaning):
+            for block_id in (*self._dirty, *self._cleaning, *self._stuck):
                 expected[block_id] += 1
             assert expected == [b.refcount for b in self._blocks], "refcounts differ from the owners' tables"
 

@@ -53,6 +53,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.flying: list[StepPlan] = []
         self.zeroing: list[tuple[int, int]] = []
         self.pulling: set[str] = set()  # pinned by a hand-off
+        self.now = 0.0
 
     def take(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
@@ -89,8 +90,9 @@ class BatcherMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "plain", "compute", "await", "pull"]),
         klass=st.sampled_from(["interactive", "analysis", "batch"]),
         tenant=st.sampled_from(["x", "y"]),
+        retention_s=st.sampled_from([-1, -1, -1, 0, 5]),
     )
-    def reserve(self, prompt: int, max_tokens: int, kind: str, klass: str, tenant: str) -> None:
+    def reserve(self, prompt: int, max_tokens: int, kind: str, klass: str, tenant: str, retention_s: int) -> None:
         token_ids = tuple(range(100, 100 + prompt))
         tags = tuple(self.tag_of(token_ids, i) for i in range(prompt // BLOCK))
         spec = make_spec(
@@ -102,6 +104,7 @@ class BatcherMachine(RuleBasedStateMachine):
             compute_only=kind == "compute",
             await_kv=kind in ("await", "pull"),
             klass=klass,
+            retention_s=retention_s,
         )
         room = self.batcher.gauges().rooms[spec.rank]
         begin = to_begin(self.batcher.pool, spec, prompt)
@@ -186,6 +189,11 @@ class BatcherMachine(RuleBasedStateMachine):
         self.sources.remove(seq_id)
         assert self.batcher.unpin(seq_id)
 
+    @rule(seconds=st.integers(0, 4))
+    def expire(self, seconds: int) -> None:
+        self.now += seconds
+        self.batcher.expire(self.now)
+
     @rule()
     def zero(self) -> None:
         self.batcher.zeroed(self.zeroing)
@@ -224,7 +232,9 @@ class BatcherMachine(RuleBasedStateMachine):
             self.zero()
             self.plan()
             if not self.flying:
-                break
+                if not (self.zeroing or self.batcher.pool.is_dirty):
+                    break
+                continue  # blocks that somebody may wait for
             plan = self.flying.pop(0)
             self.take(self.batcher.commit(output_of(plan, repeats=plan.repeats)))
 

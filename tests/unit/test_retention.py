@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.contracts.ids import BlockTag, ScopeGeneration, TenantId
 from shared.kv.block_pool import GroupPool, Keeping, Owner
 from shared.kv.retention import NEVER, Retention, lasts_s
-from tests.unit.batcher_support import make_batcher, make_spec, step
+from tests.unit.batcher_support import fifty, make_batcher, make_spec, output_of, step
 
 A: Owner = (TenantId("a"), ScopeGeneration(1))
 B: Owner = (TenantId("b"), ScopeGeneration(1))
@@ -152,3 +152,32 @@ def test_a_batcher_has_what_ended_overwritten() -> None:
     batcher.expire(1e9)
     assert batcher.take_blocks_to_zero() == ()
     batcher.check()
+
+
+def test_who_needs_blocks_that_are_being_zeroed_takes_none_from_others() -> None:
+    """Sequences whose KV is never kept fill the pool: the newest gives way, and its blocks are what the others get."""
+    batcher = make_batcher(num_blocks=13)
+    for name in ("a", "b", "c"):
+        batcher.reserve(make_spec(name, prompt=7, max_tokens=14, retention_s=0))
+    preempted: list[str] = []
+    while not batcher.is_idle:
+        plan = batcher.plan()
+        if plan is not None:
+            preempted += [u.seq_id for u in batcher.commit(output_of(plan, fifty)) if u.event == "preempted"]
+        # zeroed only now: whoever waits does so for a turn
+        batcher.zeroed(batcher.take_blocks_to_zero())
+        batcher.check()
+    assert set(preempted) == {"c"}
+
+
+def test_blocks_that_cannot_be_zeroed_are_lost_and_nobody_waits_for_them() -> None:
+    pool = GroupPool(3, 1)
+    pool.free(pool.allocate(2, A, Keeping(retention_s=0.0)))
+    first, second = pool.take_dirty()
+    assert pool.num_cleaning == 2
+    pool.not_cleaned([first])
+    pool.cleaned([second])
+    assert pool.num_cleaning == 0
+    assert pool.counts.available == 2
+    assert first not in pool.allocate(2, B)
+    pool.check()
