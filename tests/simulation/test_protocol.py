@@ -114,7 +114,7 @@ def test_a_core_broken_on_purpose_is_noticed(name: str, monkeypatch: pytest.Monk
 def test_a_prefill_worker_stopped_across_its_lease_and_continued_harms_nobody() -> None:
     """SIGSTOP in the middle of a hand-off, SIGCONT after the lease: the late commits are refused everywhere."""
     calm = replace(NO_FAULTS, until_s=60.0)
-    world = World(5, calm, requests=60, prefills=1, decodes=1, prefill_tokens=2048)
+    world = World(1, calm, requests=60, prefills=1, decodes=1, prefill_tokens=2048)
     prompt = tuple(range(1, 900))
     job = Job("long", prompt, (truth_of(prompt, 24),), "interactive", 0.0, 120.0)
     world.arrive(job, at_s=20.0)
