@@ -105,6 +105,15 @@ class QueueStore:
         page = [QueueResult(cursor, number, found[number]) for cursor, number in listed if number in found]
         return page, len(entries) > limit
 
+    async def note_retention(self, tenant: TenantId, retention_s: int) -> None:
+        """How long results of the tenant may be kept, as of grants."""
+        await self._redis.execute("SET", self._keys.of(tenant, "retention"), retention_s)
+
+    async def retention_s(self, tenant: TenantId) -> int:
+        """As noted last; -1: none."""
+        found = await self._redis.execute("GET", self._keys.of(tenant, "retention"))
+        return -1 if found is None else int(found)
+
     async def trim(self, tenant: TenantId, before_s: int = 0) -> int:
         """Remove results that finished before that time, and the oldest of too many; how many went, at most TRIM."""
         keys = self._keys.job_parts(tenant, QUEUE_BATCH, "finished", "results", "origins", "ids", "refs")

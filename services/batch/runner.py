@@ -31,6 +31,7 @@ from shared.contracts.errors import BatonError, NotFound, Unavailable
 from shared.contracts.ids import BatchId, TenantId
 from shared.ingress.served_models import ServedModels
 from shared.lifecycle.tasks import end_tasks, every
+from shared.security.keeping import kept_s
 
 log = logging.getLogger("baton.batch")
 
@@ -128,7 +129,8 @@ class BatchRunner:
         for tenant in await store.files.due(tenants, now_s):
             await store.files.sweep(tenant, now_s)
         for tenant in await store.queue.used_by(tenants):
-            while await store.queue.trim(tenant, now_s - self._config.queue_keep_s) == TRIM:
+            keep_s = kept_s(self._config.queue_keep_s, await store.queue.retention_s(tenant))
+            while await store.queue.trim(tenant, now_s - keep_s) == TRIM:
                 pass
             await self._enqueuer.look_after_queue(tenant, self._owner)
 

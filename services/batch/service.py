@@ -69,7 +69,7 @@ class BatchService:
             bus,
             store,
             models,
-            TokenLimits(self.ingress).of,
+            TokenLimits(self.ingress, on_retention=store.queue.note_retention).of,
             config.queue_tenants,
             max_lines=config.max_queued_lines,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from shared.contracts import subjects
 from shared.contracts.grants import Grant
@@ -28,15 +28,32 @@ async def tenant_terms(
     )
     granted: Granted = await ingress.ask_policy(subjects.POLICY_ADMIT_TENANT, ask, Granted | Refusal)
     grant = decode(granted.grant.payload, Grant)
-    return Identity(tenant=tenant, key_id="", default_max_tokens=granted.default_max_tokens, limits=grant.limits)
+    return Identity(
+        tenant=tenant,
+        key_id="",
+        default_max_tokens=granted.default_max_tokens,
+        limits=grant.limits,
+        retention_s=grant.retention_s,
+    )
 
 
 class TokenLimits:
-    """How many prompt tokens tenants may have waiting, as policy said at most KEPT_S ago."""
+    """How many prompt tokens tenants may have waiting, as policy said at most KEPT_S ago.
 
-    def __init__(self, ingress: Ingress, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        on_retention: hears a tenant's retention each time policy says it.
+    """
+
+    def __init__(
+        self,
+        ingress: Ingress,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        on_retention: Callable[[TenantId, int], Awaitable[None]] | None = None,
+    ) -> None:
         self._ingress = ingress
         self._clock = clock
+        self._on_retention = on_retention
         self._known: dict[TenantId, tuple[float, int]] = {}
 
     async def of(self, tenant: TenantId, model: str) -> int:
@@ -45,6 +62,9 @@ class TokenLimits:
         asked_at, limit = self._known.get(tenant, (-KEPT_S, 0))
         if now - asked_at >= KEPT_S:
             name = RequestId(f"req-{secrets.token_hex(16)}")
-            limit = (await tenant_terms(self._ingress, tenant, name, model, 1)).limits.batch_enqueued_tokens
+            terms = await tenant_terms(self._ingress, tenant, name, model, 1)
+            limit = terms.limits.batch_enqueued_tokens
+            if self._on_retention is not None:
+                await self._on_retention(tenant, terms.retention_s)
             self._known[tenant] = (now, limit)
         return limit

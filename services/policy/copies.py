@@ -19,9 +19,12 @@ class Copies:
         self._workers: set[WorkerId] = set()
         self.new_workers: tuple[WorkerId, ...] = ()
         """Heard of, and not `kept` yet."""
+        self.newcomers = False
+        """A process was heard of for the first time; whoever has told it of purges takes that back."""
 
     def scheduler_beat(self, scheduler_id: str, now: float) -> None:
         """It leads a pool."""
+        self.newcomers |= scheduler_id not in self._leaders
         self._leaders[scheduler_id] = now
 
     def worker_beat(self, worker: WorkerId) -> None:
@@ -29,6 +32,7 @@ class Copies:
         if worker not in self._workers:
             self._workers.add(worker)
             self.new_workers += (worker,)
+            self.newcomers = True
 
     def kept(self, workers: Collection[WorkerId]) -> None:
         """These are noted where they outlive this process."""

@@ -53,6 +53,11 @@ class PurgeStore:
         """The latest purges, the newest first."""
         return [name.decode() for name in await self._redis.execute("ZREVRANGE", self._order, 0, LISTED - 1)]
 
+    async def ids_since(self, unix_s: float) -> list[str]:
+        """Purges ordered since then, the oldest first."""
+        found = await self._redis.execute("ZRANGEBYSCORE", self._order, unix_s, "+inf")
+        return [name.decode() for name in found]
+
     async def close(self, purge_id: str) -> bool:
         """It waits for nobody any more. True for whoever is the first to say so."""
         return bool(await self._redis.execute("ZREM", self._open, purge_id))

@@ -45,6 +45,7 @@ log = logging.getLogger("baton.policy")
 
 LISTENED_S = 3.0
 """Beats come once a second: whoever lives was heard after so long."""
+GRANTS_LIVE_S = 2 * 86400.0
 FIRST_AGAIN_S, MOST_AGAIN_S = 1.0, 30.0
 """Pauses between publications of an order."""
 SWEEP_S, HURRIED_S, HURRY_S = 1.0, 0.2, 10.0
@@ -59,6 +60,7 @@ class Purges:
 
     Args:
         kept: what policy keeps of tenants' texts, by what it is called on receipts.
+        grants_live_s: after so many seconds no grant is good any more.
         clock: monotonic seconds.
     """
 
@@ -73,6 +75,7 @@ class Purges:
         *,
         prefix: str = "baton:policy",
         listened_s: float = LISTENED_S,
+        grants_live_s: float = GRANTS_LIVE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
@@ -84,6 +87,7 @@ class Purges:
         self._store = PurgeStore(redis, prefix)
         self._copies = Copies()
         self._listened_s = listened_s
+        self._grants_live_s = grants_live_s
         self._clock = clock
         self._started = clock()
         self._again: dict[str, tuple[float, float]] = {}  # when an open purge is told again, and the pause behind that
@@ -187,6 +191,17 @@ class Purges:
             if self._clock() >= when:
                 await self._publish(record, pause_s)
         self._again = {name: due for name, due in self._again.items() if name in ids}
+        await self._tell_newcomers(ids)
+
+    async def _tell_newcomers(self, open_ids: Sequence[str]) -> None:
+        """A process that began after a purge does not know of it: while there may be grants of before, it is told."""
+        if not self._copies.newcomers:
+            return
+        since_s = await self._redis.now_s() - self._grants_live_s
+        for purge_id in await self._store.ids_since(since_s):
+            if purge_id not in open_ids:
+                await self._bus.publish(subjects.PURGE_ORDER, order_of(await self._store.get(purge_id)))
+        self._copies.newcomers = False
 
     async def _publish(self, record: PurgeRecord, pause_s: float = FIRST_AGAIN_S) -> None:
         self._again[record.purge_id] = (self._clock() + pause_s, min(MOST_AGAIN_S, 2 * pause_s))

@@ -23,6 +23,7 @@ from shared.contracts import subjects
 from shared.contracts.batch_messages import FILE_CHUNK_BYTES, BatchItem
 from shared.contracts.errors import BodyTooLarge, Conflict, InvalidInput, NotFound
 from shared.contracts.ids import BatchId, FileId
+from shared.security import keeping
 from tests.pipeline.batch_support import (
     ANN,
     BOB,
@@ -229,6 +230,24 @@ async def test_output_files_expire_from_their_own_creation_and_are_swept(world: 
             return gone not in [file.file_id for file in files]
 
         await eventually(swept)
+
+
+async def test_results_of_the_queue_end_with_their_tenants_retention(
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "LEAST_S", 0)
+    queue = world.store.queue
+    for tenant, retention_s in ((ANN, 0), (BOB, 3600)):
+        slot = await queue.slot(tenant, "1-1", "c", 1)
+        await world.store.items.put_result(tenant, QUEUE_BATCH, slot.number, answer(1), epoch=0)
+        await queue.note_retention(tenant, retention_s)
+
+    async def gone() -> bool:
+        return (await queue.results(ANN, "", 10))[0] == []
+
+    async with world.runner(sweep_s=0.05):
+        await eventually(gone)
+    assert len((await queue.results(BOB, "", 10))[0]) == 1
 
 
 # ---------------------------------------------------------------------------------------------- crashes

@@ -275,6 +275,27 @@ async def test_who_is_not_there_stays_pending_and_is_told_when_it_comes_back(red
     await worker.close()
 
 
+async def test_a_worker_that_began_after_a_purge_hears_of_it_while_old_grants_may_live(redis: RedisStore) -> None:
+    broker = MemoryBroker()
+    async with index_on(broker, redis), policy_on(broker, redis) as policy, policy_bus(broker, "decode") as bus:
+        await policy.complete((await policy.order(ACME)).purge_id)
+        orders = PurgeOrders(bus, "decode", "decode-1", nothing)
+        await orders.start()
+        orders.generations.require_live(Scope(ACME))
+        await bus.publish(subjects.worker_beat(WorkerId("decode-1")), beat_of("decode-1"))
+
+        async def knows() -> bool:
+            await policy.purges.sweep()
+            return orders.generations.is_over(Scope(ACME))
+
+        await until(knows)
+        await orders.stop()
+
+
+async def nothing(order: m.PurgeOrder) -> dict[str, int]:
+    return {}
+
+
 async def test_nobody_acknowledges_for_another_service(redis: RedisStore) -> None:
     broker = MemoryBroker()
     async with policy_on(broker, redis) as policy, policy_bus(broker, "gateway") as gateway:
