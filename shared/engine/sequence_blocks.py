@@ -95,8 +95,8 @@ def known_tags(pool: BlockPool, seq: Sequence) -> tuple[tuple[BlockTag, ...], ..
 def condemn(pool: BlockPool, seq: Sequence) -> None:
     """Its blocks lose their tags and are zeroed before any reuse, those that a preemption took among them.
 
-    Those it shares too, once their other readers have let go: nobody knows which block it was, and a bad one that stayed
-    in the cache would end every request that finds it.
+    Those it shares too, once their other readers have let go: nobody knows which block it was, and a bad one that
+    stayed in the cache would end every request that finds it.
     """
     for group, table in zip(pool.groups, seq.tables, strict=True):
         group.condemn(table.block_ids)
