@@ -121,8 +121,8 @@ def _triton() -> KernelChoice:
 
 
 def triton_digest(folder: Path = Path(__file__).parent) -> str:
-    """16 hex digits of all that decides what the Triton kernels under `folder` compute: their sources and launches."""
+    """16 hex digits of all that decides what the Triton kernels under `folder` compute: sources, launches, tuning."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted([*folder.glob("*.py"), *folder.glob("*/triton_*.py")]):
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/triton_*.py"), *folder.glob("*/tuning_*.json")]):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.bench.journal import Journal
 from kernels.chip import capability
 from kernels.dispatch import choose, choose_device
 from kernels.linear.quantize import GPU_QUANTS
@@ -263,6 +264,27 @@ def peer_step_s(name: str, sequences: int, context: int, steps: int, device: tor
     return (times[2] - times[1]) / steps
 
 
+def worker_times(journal: Journal | None, formats: dict[str, Any]) -> dict[tuple[str, int], float]:
+    """Seconds a step by model and sequences, of the journal's cases in these formats."""
+    entries = journal.read() if journal else []
+    of_formats = [entry for entry in entries if "runner_s" in entry and formats.items() <= entry.items()]
+    return {(entry["model"], entry["sequences"]): entry["runner_s"] for entry in of_formats}
+
+
+def measure_peers(ours: dict[tuple[str, int], float], only: str, journal: Journal | None, device: torch.device) -> None:
+    """Print, and note in the journal, transformers' time of each case that we have a time of and it has not."""
+    known = {(entry["peer"], entry["sequences"]) for entry in (journal.read() if journal else []) if "peer" in entry}
+    for model, sequences, context in CASES:
+        if (model, sequences) not in ours or (model, sequences) in known or only not in f"{model}-{sequences}":
+            continue
+        peer = peer_step_s(model, sequences, context, 64, device)
+        ratio = f"{peer / ours[model, sequences]:.1f} x ours"
+        line = f"{model:12} B={sequences:<4} transformers {peer * 1e3:.3f} ms a step, {ratio}"
+        print(line, flush=True)
+        if journal:
+            journal.append(peer=model, sequences=sequences, step_s=peer, line=line)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -276,6 +298,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too")
     parser.add_argument("--json", type=Path, help="write raw samples there")
+    parser.add_argument("--rows", type=Path, help="write each case there as it comes; what it holds is left out")
     options = parser.parse_args(argv)
     chosen, why = choose_device("cuda")
     if chosen != "cuda":
@@ -291,8 +314,11 @@ def main(argv: Sequence[str]) -> int:
     rate = copy_rate(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {rate / 1e12:.2f} TB/s")
     rows, name, model = [], "", None
+    journal = Journal(options.rows) if options.rows else None
+    formats = {"quant": options.quant, "kv": options.kv, "exact": options.exact}
+    known = worker_times(journal, formats)
     for case, sequences, context in CASES:
-        if options.only not in f"{case}-{sequences}":
+        if options.only not in f"{case}-{sequences}" or (case, sequences) in known:
             continue
         if model is None or case != name:
             name, model = case, None
@@ -302,6 +328,10 @@ def main(argv: Sequence[str]) -> int:
         run = Case(model, sequences, context, options.steps + 8, kv_dtype)
         rows.append(run.measure(case, rate, options.steps, SamplingParams(max_tokens=1, temperature=0.0)))
         print(rows[-1].line(), flush=True)
+        known[case, sequences] = rows[-1].runner_s
+        if journal:
+            facts = {"card": torch.cuda.get_device_name(device), "torch": torch.__version__, "copy": rate}
+            journal.append(**asdict(rows[-1]), line=rows[-1].line(), **formats, **facts)
         if options.profile:
             print(run.profile(), flush=True)
         run.graphs.drop()
@@ -309,12 +339,7 @@ def main(argv: Sequence[str]) -> int:
     if options.peer:
         del model
         torch.cuda.empty_cache()
-        for row in rows:
-            peer = peer_step_s(row.model, row.sequences, row.context, 64, device)
-            print(
-                f"{row.model:12} B={row.sequences:<4} transformers {peer * 1e3:.3f} ms a step,"
-                f" {peer / row.runner_s:.1f} x ours"
-            )
+        measure_peers(known, options.only, journal, device)
     if options.json is not None:
         facts = {
             "card": torch.cuda.get_device_name(device),

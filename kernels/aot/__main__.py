@@ -29,17 +29,36 @@ def rows_of(variant: Variant, known: dict[tuple[str, str, str, str], Row]) -> It
                 yield row, False
                 continue
             took = compile_launch(launch, chip)
-            yield Row(variant.name, kernel, name, content, took.registers, took.spilled, took.shared), True
+            sizes = took.registers, took.spilled, took.shared, took.loop.instructions, took.loop.in_turn
+            yield Row(variant.name, kernel, name, content, *sizes), True
+
+
+def count(chosen: list[Variant]) -> None:
+    """Compile, and print each loop of matrix products: instructions a warp issues in one turn, by kind."""
+    for variant in chosen:
+        for chip in variant.chips:
+            with pretend(chip):
+                launches = record(variant.call)
+            for launch in launches:
+                loop = compile_launch(launch, chip).loop
+                if loop.instructions:
+                    kinds = " ".join(f"{kind} {number}" for kind, number in loop.kinds)
+                    name = f"{variant.name:48} {launch.kernel.fn.__name__:20} sm_{chip[0]}{chip[1]}"
+                    print(f"{name} {loop.instructions:5}: {kinds}", flush=True)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__)
     parser.add_argument("--write", action="store_true", help="bring the table up to date")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="variants whose name matches this shell pattern")
+    parser.add_argument("--count", action="store_true", help="only count instructions in the loops of products")
     options = parser.parse_args(argv)
     committed = table.load()
     known = {row.key: row for row in committed}
     chosen = [variant for variant in variants() if fnmatchcase(variant.name, options.only)]
+    if options.count:
+        count(chosen)
+        return 0
     rows: list[Row] = []
     wrong: list[str] = []
     compiled = 0
@@ -49,7 +68,8 @@ def main(argv: list[str]) -> int:
             compiled += is_new
             wrong += table.faults(row, variant.may_spill)
             if is_new:
-                print(f"{row.variant:48} {row.kernel:20} {row.chip} {row.registers:4} {row.spilled:5} {row.shared:7}")
+                sizes = f"{row.registers:4} {row.spilled:5} {row.shared:7} {row.loop:5}"
+                print(f"{row.variant:48} {row.kernel:20} {row.chip} {sizes}", flush=True)
     if options.write:
         names = {variant.name for variant in chosen}
         every = {variant.name for variant in variants()}

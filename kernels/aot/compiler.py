@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels.aot.assembly import Loop, product_loop, tool
 from kernels.aot.launches import Recorded
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -27,6 +28,7 @@ class Resources:
     registers: int  # per thread
     spilled: int  # bytes per thread that do not fit the registers
     shared: int  # bytes per block
+    loop: Loop
 
 
 def content_id(launch: Recorded, chip: tuple[int, int]) -> str:
@@ -60,10 +62,11 @@ def compile_launch(launch: Recorded, chip: tuple[int, int]) -> Resources:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(compiled.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        told = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            [tool("cuobjdump"), "-res-usage", file], capture_output=True, text=True, check=True
+        ).stdout
     match = _RESOURCES.search(told)
     if match is None:
         raise RuntimeError(f"cuobjdump says nothing of {source.name}'s resources: {told!r}")
     registers, stack, _, local = map(int, match.groups())
-    return Resources(registers, stack + local, compiled.metadata.shared)
+    return Resources(registers, stack + local, compiled.metadata.shared, product_loop(compiled.asm["cubin"]))

@@ -1,4 +1,4 @@
-"""The committed table: per row and chip the content's id and what the compiled kernels take."""
+"""The committed table: per row and chip the content's id, what the compiled kernels take and what they do in turn."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Row:
     registers: int
     spilled: int  # bytes per thread
     shared: int  # bytes per block
+    loop: int = 0  # instructions of one turn of the loop with matrix products
+    in_turn: int = 0  # products of it that are waited for one by one
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -48,3 +50,5 @@ def faults(row: Row, may_spill: bool) -> Iterator[str]:
     limit = SHARED_BYTES[(int(row.chip[3:-1]), int(row.chip[-1]))]
     if row.shared > limit:
         yield f"{name} wants {row.shared} bytes of shared memory, the chip has {limit}"
+    if row.in_turn:
+        yield f"{name} waits for {row.in_turn} products one by one: something touches their sums while they run"

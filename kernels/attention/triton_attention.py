@@ -20,7 +20,7 @@ from kernels.arguments import (
     check_rows,
     check_shape,
 )
-from kernels.attention import triton_kernel
+from kernels.attention import triton_kernel, triton_plan_kernel
 from kernels.attention.reference import KEY_TILE, SPLIT
 from kernels.attention.triton_plan import NARROW, Work, plan_work, tile_heads
 from kernels.attention.triton_tuning import HEAD_DIMS, join_shape, padded, programs, shape, stages
@@ -168,7 +168,7 @@ def plan_on_device(
     narrow_items = torch.empty(max(num_narrow, 1), 7, dtype=torch.int32, device=device)
     wide_items = torch.empty(max(num_wide, 1), 7, dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
-    triton_kernel.plan_kernel[(num_seqs,)](
+    triton_plan_kernel.plan_kernel[(num_seqs,)](
         cu_seqlens_q, seq_lens, positions, partials, rows, narrow_items, wide_items, counts,
         num_seqs, num_rows, narrow_most, narrow_tokens, wide_tokens, heads.bit_length() - 1, window,
         WINDOWED=window > 0, BLOCK=_PLAN_BLOCK, num_warps=4,
@@ -238,7 +238,10 @@ def attend(
             QUANTIZED=kv_scales is not None, WINDOWED=plan.window > 0, CAPPED=soft_cap > 0, SINKS=sinks is not None,
             SMALL_BLOCKS=plan.block_size < KEY_TILE,
             num_warps=tuned.split_warps if launch.split else tuned.wide_warps,
-            num_stages=stages(head_dim, launch.rows, q.element_size(), q.device),
+            num_stages=stages(
+                head_dim, launch.rows, q.element_size(), pool.element_size(), q.device,
+                tuned.split_stages if launch.split else tuned.wide_stages,
+            ),
         )  # fmt: skip
     if plan.num_partials:
         heads, ahead, join_warps = join_shape(num_q_heads, plan.most_splits, q.device)

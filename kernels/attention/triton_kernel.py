@@ -23,6 +23,22 @@ def _join(top, total, acc, m, l, o, scale):
 
 
 @triton.jit
+def _begun(m, tile, SPLIT_TILES: tl.constexpr):
+    """`m` before `tile`: where a split begins, one that takes nothing over of l and o.
+
+    To set those to zero in a branch would keep the compiler from running the products side by side.
+    """
+    return tl.where(tile % SPLIT_TILES == 0, float("-inf"), m)
+
+
+@triton.jit
+def _ended(o):
+    """`o`, asked for where it stands: Triton 3.7 does not see that a branch reads it, and the compiler behind it would
+    run product after product to make up for that."""
+    return o.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _rows(item, slot, rows_ptr, head_tiles, group, ROWS: tl.constexpr, CACHE: tl.constexpr):
     """[ROWS] token and query head of an item's rows, and which of them there are.
 
@@ -44,10 +60,11 @@ def _blocks(
 ):  # fmt: skip
     """Block ids of a tile's keys, [64], or one where a block holds whole tiles; 0 where no row sees the key."""
     if SMALL_BLOCKS:
-        key = tile * KEY_TILE + tl.arange(0, KEY_TILE)
-        is_read = key <= last
+        o_k = tl.arange(0, KEY_TILE)
+        is_read = o_k <= last - tile * KEY_TILE
         if WINDOWED:
-            is_read = is_read & (key > lowest - window)
+            is_read = is_read & (o_k > lowest - window - tile * KEY_TILE)
+        key = tile * KEY_TILE + o_k
     else:
         key = tile * KEY_TILE
         is_read = key <= last
@@ -55,14 +72,44 @@ def _blocks(
 
 
 @triton.jit
+def _times(block, stride):
+    """Where blocks begin, int64: passes 2**31 on a large pool. Neither is negative; told so, it is one instruction."""
+    if stride.dtype == tl.int32:
+        stride = stride.to(tl.uint32, bitcast=True)
+    return block.to(tl.uint32, bitcast=True).to(tl.int64) * stride.to(tl.int64)
+
+
+@triton.jit
+def _whole_numbers(b_q, IS_INT8: tl.constexpr):
+    """Query rows for keys of 8 bits: integers of 15 bits as upper and lower bytes, or float16 (twice); and [ROWS] what
+    they are multiplied by, a power of two, NaN of a row that is not finite. So no key is converted, or by one step."""
+    BITS: tl.constexpr = 13 if IS_INT8 else 14  # the largest of a row is at least 2**BITS
+    b_q = b_q.to(tl.float32)
+    largest = tl.max(tl.where(b_q == b_q, tl.abs(b_q), float("inf")), 1)
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 64), 190)
+    unit = ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
+    b_q = b_q * ((254 + BITS - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    if IS_INT8:
+        whole = tl.where(b_q == b_q, b_q + 12582912.0 - 12582912.0, 0.0).to(tl.int32)
+        upper = (whole + 128) >> 8
+        b_high = upper.to(tl.int8)
+        b_low = (whole - (upper << 8)).to(tl.int8)
+    else:
+        b_high = b_q.to(tl.float16)
+        b_low = b_high
+    return b_high, b_low, unit + largest * 0.0
+
+
+@triton.jit
 def _tile(
-    q, m, l, o, tile, block, position, lowest, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    q, q_low, m, l, o, tile, block, position, lowest, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     block_stride, scale_stride, block_shift, window, scale, cap_scale,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
     MASKED: tl.constexpr, QUANTIZED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     SMALL_BLOCKS: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
     """One key tile of 64 for the rows of a work item: online softmax within the split."""
+    HELD: tl.constexpr = HEAD_DIM == HEAD_PADDED and HEAD_DIM <= 128
     o_d = tl.arange(0, HEAD_PADDED)
     key = tile * KEY_TILE + tl.arange(0, KEY_TILE)  # [64]
     m_d = o_d < HEAD_DIM
@@ -70,15 +117,16 @@ def _tile(
     m_k = key <= last
     if WINDOWED:
         m_k = m_k & (key > lowest - window)
-    # int64: block * block_stride passes 2**31 on a large pool
+    start = _times(block, block_stride)
     if SMALL_BLOCKS:
-        offset = key & ((1 << block_shift) - 1)
-        at = (block.to(tl.int64) * block_stride + offset * HEAD_DIM)[:, None] + o_d[None, :]  # [64, HEAD_PADDED]
+        # a tile begins where a block does, so this is the same for all; held in registers where there are enough
+        offset = (tl.arange(0, KEY_TILE) if HELD else key) & ((1 << block_shift) - 1)
+        at = start[:, None] + (offset[:, None] * HEAD_DIM + o_d[None, :])  # [64, HEAD_PADDED]
     else:
-        offset = (tile * KEY_TILE & ((1 << block_shift) - 1)) + tl.arange(0, KEY_TILE)
-        start = block.to(tl.int64) * block_stride + (tile * KEY_TILE & ((1 << block_shift) - 1)) * HEAD_DIM
-        k_ptr += start
-        v_ptr += start
+        within = tile * KEY_TILE & ((1 << block_shift) - 1)
+        offset = within + tl.arange(0, KEY_TILE)
+        k_ptr += start + within * HEAD_DIM
+        v_ptr += start + within * HEAD_DIM
         at = tl.arange(0, KEY_TILE)[:, None] * HEAD_DIM + o_d[None, :]
     if MASKED:
         b_k = tl.load(k_ptr + at, mask=m_k[:, None] & m_d[None, :], other=0.0)
@@ -86,11 +134,15 @@ def _tile(
         b_k = tl.load(k_ptr + at)
     else:
         b_k = tl.load(k_ptr + at, mask=m_d[None, :], other=0.0)
+    if not QUANTIZED:
+        s = tl.dot(q, tl.trans(b_k), input_precision="ieee")  # [ROWS, 64]
+    elif q.dtype == tl.int8:
+        b_kt = tl.trans(b_k)
+        s = tl.dot(q_low, b_kt, tl.dot(q, b_kt) << 8, out_dtype=tl.int32).to(tl.float32)
+    else:
+        s = tl.dot(q, tl.trans(b_k.to(tl.float16)))
     if QUANTIZED:
-        b_k = b_k.to(tl.float32)
-    s = tl.dot(q, tl.trans(b_k.to(q.dtype)), input_precision="ieee")  # [ROWS, 64]
-    if QUANTIZED:
-        scale_at = block.to(tl.int64) * scale_stride + offset
+        scale_at = _times(block, scale_stride) + offset
         if MASKED:
             b_ks = tl.load(k_scale_ptr + scale_at, mask=m_k, other=0.0)
             b_vs = tl.load(v_scale_ptr + scale_at, mask=m_k, other=0.0)
@@ -98,8 +150,13 @@ def _tile(
             b_ks = tl.load(k_scale_ptr + scale_at)
             b_vs = tl.load(v_scale_ptr + scale_at)
         s = s * b_ks[None, :]
+        scale_r = scale[:, None]
+        cap_r = cap_scale[:, None]
+    else:
+        scale_r = scale
+        cap_r = cap_scale
     if CAPPED:
-        s = 1.0 - 2.0 / (tl.exp2(s * cap_scale) + 1.0)  # tanh
+        s = 1.0 - 2.0 / (tl.exp2(s * cap_r) + 1.0)  # tanh
     if MASKED:
         ahead = tl.arange(0, KEY_TILE)[None, :] - (position - tile * KEY_TILE)[:, None]  # [ROWS, 64] of the row
         visible = ahead <= 0
@@ -108,7 +165,7 @@ def _tile(
         s = tl.where(visible, s, float("-inf"))
     new_m = tl.maximum(m, tl.max(s, 1))
     finite = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(tl.fma(s, scale, (0.0 - finite * scale)[:, None]))
+    p = tl.exp2(tl.fma(s, scale_r, (0.0 - finite * scale)[:, None]))
     old = tl.exp2((m - finite) * scale)
     l = tl.fma(l, old, tl.sum(p, 1))
     o = o * old[:, None]
@@ -121,12 +178,10 @@ def _tile(
     else:
         b_v = tl.load(v_ptr + at, mask=m_d[None, :], other=0.0)
     if QUANTIZED:
-        b_v = b_v.to(tl.float32)
-    if QUANTIZED and q.dtype == tl.float16:
         # a weight times the scale of small values is below what float16 holds
-        o = tl.dot(p.to(tl.bfloat16), b_v.to(tl.bfloat16), o)
+        o = tl.dot(p.to(tl.bfloat16), b_v.to(tl.float32).to(tl.bfloat16), o)
     else:
-        o = tl.dot(p.to(q.dtype), b_v.to(q.dtype), o, input_precision="ieee")
+        o = tl.dot(p.to(q.dtype), b_v, o, input_precision="ieee")
     return new_m, l, o
 
 
@@ -168,6 +223,14 @@ def attend_kernel(
         lowest, last = tl.load(item + 5), tl.load(item + 6)
         q_at = q_ptr + (token.to(tl.int64) * q_stride + q_head * q_head_stride)[:, None] + o_d[None, :]
         b_q = tl.load(q_at, mask=m_r[:, None] & m_d[None, :], other=0.0)  # [ROWS, HEAD_PADDED]
+        if QUANTIZED:
+            b_q, b_low, unit = _whole_numbers(b_q, pool_ptr.dtype.element_ty == tl.int8)
+            cap_r = cap_scale * unit
+            if CAPPED:
+                unit = unit * 0.0 + 1.0  # capped scores are of one size
+            scale_r = scale * unit
+        else:
+            b_low, unit, scale_r, cap_r = b_q, 1.0, scale, cap_scale
         k_ptr = pool_ptr + kv_head.to(tl.int64) * head_stride
         k_scale_ptr = scales_ptr + kv_head.to(tl.int64) * scale_head_stride
         v_ptr, v_scale_ptr = k_ptr + kv_stride, k_scale_ptr + scale_kv_stride
@@ -196,42 +259,43 @@ def attend_kernel(
         # block ids are read a tile ahead: read where they are used, they would hold up the keys behind them
         block = _blocks(first, last, lowest, table_ptr, block_shift, window, WINDOWED, SMALL_BLOCKS, KEY_TILE)
         for tile in range(first, clear):
+            if not SPLIT:
+                m = _begun(m, tile, SPLIT_TILES)
             after = _blocks(tile + 1, last, lowest, table_ptr, block_shift, window, WINDOWED, SMALL_BLOCKS, KEY_TILE)
             m, l, o = _tile(
-                b_q, m, l, o, tile, block, position, lowest, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-                block_stride, scale_stride, block_shift, window, scale, cap_scale,
+                b_q, b_low, m, l, o, tile, block, position, lowest, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                block_stride, scale_stride, block_shift, window, scale_r, cap_r,
                 HEAD_DIM, HEAD_PADDED, False, QUANTIZED, WINDOWED, CAPPED, SMALL_BLOCKS, KEY_TILE,
             )  # fmt: skip
             block = after
-            if not SPLIT:  # noqa: SIM102, a constexpr: the branch below does not exist in the other kernel
+            if not SPLIT:
+                o = _ended(o)
                 if tile % SPLIT_TILES == SPLIT_TILES - 1:
-                    top, total, acc = _join(top, total, acc, m, l, o, scale)
-                    m = tl.full([ROWS], float("-inf"), tl.float32)
-                    l = tl.zeros([ROWS], tl.float32)
-                    o = tl.zeros([ROWS, HEAD_PADDED], tl.float32)
+                    top, total, acc = _join(top, total, acc, m * unit, l, o, scale)
         for tile in range(clear, end):
+            if not SPLIT:
+                m = _begun(m, tile, SPLIT_TILES)
             after = _blocks(tile + 1, last, lowest, table_ptr, block_shift, window, WINDOWED, SMALL_BLOCKS, KEY_TILE)
             m, l, o = _tile(
-                b_q, m, l, o, tile, block, position, lowest, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-                block_stride, scale_stride, block_shift, window, scale, cap_scale,
+                b_q, b_low, m, l, o, tile, block, position, lowest, last, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                block_stride, scale_stride, block_shift, window, scale_r, cap_r,
                 HEAD_DIM, HEAD_PADDED, True, QUANTIZED, WINDOWED, CAPPED, SMALL_BLOCKS, KEY_TILE,
             )  # fmt: skip
             block = after
-            if not SPLIT:  # noqa: SIM102
+            if not SPLIT:
+                o = _ended(o)
                 if tile % SPLIT_TILES == SPLIT_TILES - 1:
-                    top, total, acc = _join(top, total, acc, m, l, o, scale)
-                    m = tl.full([ROWS], float("-inf"), tl.float32)
-                    l = tl.zeros([ROWS], tl.float32)
-                    o = tl.zeros([ROWS, HEAD_PADDED], tl.float32)
+                    top, total, acc = _join(top, total, acc, m * unit, l, o, scale)
         token, q_head, m_r = _rows(item, work % slots, rows_ptr, head_tiles, group, ROWS, ".cg")
         if SPLIT:
             partial = tl.load(partial_ptr + token, mask=m_r, other=0) + tl.load(item + 3)
             at = partial.to(tl.int64) * num_q_heads + q_head  # [ROWS]
-            tl.store(part_ml_ptr + at, m, mask=m_r)
+            tl.store(part_ml_ptr + at, m * unit, mask=m_r)
             tl.store(part_ml_ptr + num_partials * num_q_heads + at, l, mask=m_r)
             tl.store(part_o_ptr + at[:, None] * HEAD_DIM + o_d[None, :], o, mask=m_r[:, None] & m_d[None, :])
         else:
-            top, total, acc = _join(top, total, acc, m, l, o, scale)
+            m = _begun(m, end, SPLIT_TILES)
+            top, total, acc = _join(top, total, acc, m * unit, l, o, scale)
             result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
             out_at = out_ptr + ((token.to(tl.int64) * num_q_heads + q_head) * HEAD_DIM)[:, None] + o_d[None, :]
             tl.store(out_at, result, mask=m_r[:, None] & m_d[None, :])
@@ -282,92 +346,3 @@ def join_kernel(
     result = tl.where(position < 0, 0.0, acc / total[:, None]).to(out_ptr.dtype.element_ty)
     out_at = out_ptr + ((token * num_q_heads + head) * HEAD_DIM)[:, None] + o_d[None, :]
     tl.store(out_at, result, mask=m_h[:, None] & m_d[None, :])
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_seqs", "num_rows", "narrow_most", "narrow_tokens", "wide_tokens", "head_shift", "window",
-    ]
-)  # fmt: skip
-def plan_kernel(
-    cu_ptr,  # [num_seqs + 1] int32 running sum of query rows
-    seq_lens_ptr,  # [num_seqs] int32
-    position_ptr, partial_ptr, rows_ptr,  # [num_rows] int32, written
-    narrow_ptr, wide_ptr,  # [any, 7] int32 items, as above, written up to their counts
-    count_ptr,  # [2] int32, written: narrow items, wide items
-    num_seqs, num_rows, narrow_most, narrow_tokens, wide_tokens, head_shift, window,
-    WINDOWED: tl.constexpr, BLOCK: tl.constexpr, SPLIT_KEYS: tl.constexpr = 512,
-):  # fmt: skip
-    """List a step's work: sequences of few rows by splits, the others by pieces. Grid: (num_seqs,), in any order."""
-    seq = tl.program_id(0)
-    o_b = tl.arange(0, BLOCK)
-    narrow, wide, partial = 0, 0, 0  # items and partials of the sequences before
-    for start in range(0, seq, BLOCK):
-        m_b = start + o_b < seq
-        b_q = tl.load(cu_ptr + start + o_b + 1, mask=m_b, other=0) - tl.load(cu_ptr + start + o_b, mask=m_b, other=0)
-        b_len = tl.load(seq_lens_ptr + start + o_b, mask=m_b, other=0)
-        b_splits = _splits_end(b_len, SPLIT_KEYS) - _splits_first(b_len, b_q, window, WINDOWED, SPLIT_KEYS)
-        b_splits = tl.where((b_q > 0) & (b_q <= narrow_most), b_splits, 0)
-        narrow += tl.sum(b_splits * ((b_q + narrow_tokens - 1) // narrow_tokens), 0)
-        partial += tl.sum(b_splits * b_q, 0)
-        wide += tl.sum(tl.where(b_q > narrow_most, (b_q + wide_tokens - 1) // wide_tokens, 0), 0)
-    row = tl.load(cu_ptr + seq)
-    queries = tl.load(cu_ptr + seq + 1) - row
-    length = tl.load(seq_lens_ptr + seq)
-    first = _splits_first(length, queries, window, WINDOWED, SPLIT_KEYS)
-    splits, pieces = 0, 0
-    if queries > narrow_most:
-        pieces = tl.cdiv(queries, wide_tokens)
-    elif queries > 0:
-        splits = _splits_end(length, SPLIT_KEYS) - first
-    for start in range(0, queries, BLOCK):
-        i = start + o_b
-        tl.store(position_ptr + row + i, length - queries + i, mask=i < queries)
-        tl.store(rows_ptr + row + i, row + i, mask=i < queries)
-        # far below any place: not in the partials
-        at = tl.where(splits > 0, partial + i * splits - first, -(1 << 30))
-        tl.store(partial_ptr + row + i, at, mask=i < queries)
-    items = splits * tl.cdiv(queries, narrow_tokens)
-    for start in range(0, items, BLOCK):
-        i = start + o_b
-        piece = i // splits * narrow_tokens
-        at = narrow_ptr + (narrow + i) * 7
-        tl.store(at, row + piece, mask=i < items)
-        tl.store(at + 1, tl.minimum(queries - piece, narrow_tokens), mask=i < items)
-        tl.store(at + 2, seq, mask=i < items)
-        tl.store(at + 3, first + i % splits, mask=i < items)
-        tl.store(at + 4, head_shift, mask=i < items)
-        tl.store(at + 5, length - queries + piece, mask=i < items)
-        tl.store(at + 6, length - queries + tl.minimum(piece + narrow_tokens, queries) - 1, mask=i < items)
-    for start in range(0, pieces, BLOCK):
-        i = start + o_b
-        piece = (pieces - 1 - i) * wide_tokens  # the longest first
-        at = wide_ptr + (wide + i) * 7
-        tl.store(at, row + piece, mask=i < pieces)
-        tl.store(at + 1, tl.minimum(queries - piece, wide_tokens), mask=i < pieces)
-        tl.store(at + 2, seq, mask=i < pieces)
-        tl.store(at + 3, -1, mask=i < pieces)
-        tl.store(at + 4, head_shift, mask=i < pieces)
-        tl.store(at + 5, length - queries + piece, mask=i < pieces)
-        tl.store(at + 6, length - queries + tl.minimum(piece + wide_tokens, queries) - 1, mask=i < pieces)
-    if seq == num_seqs - 1:
-        tl.store(count_ptr, narrow + items)
-        tl.store(count_ptr + 1, wide + pieces)
-        for start in range(row + queries, num_rows, BLOCK):
-            m_b = start + o_b < num_rows
-            tl.store(position_ptr + start + o_b, -1, mask=m_b)
-            tl.store(rows_ptr + start + o_b, start + o_b, mask=m_b)
-            tl.store(partial_ptr + start + o_b, 0, mask=m_b)
-
-
-@triton.jit
-def _splits_first(length, queries, window, WINDOWED: tl.constexpr, SPLIT_KEYS: tl.constexpr):
-    first = length * 0
-    if WINDOWED:
-        first = tl.maximum(length - queries - window + 1, 0) // (SPLIT_KEYS)
-    return first
-
-
-@triton.jit
-def _splits_end(length, SPLIT_KEYS: tl.constexpr):
-    return (length + SPLIT_KEYS - 1) // (SPLIT_KEYS)

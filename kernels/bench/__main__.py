@@ -8,17 +8,20 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 import triton
 
+from kernels.bench.journal import Journal
 from kernels.bench.limits import Limits, measure
 from kernels.bench.row import Case, Measured
 from kernels.bench.timing import seconds
 from kernels.chip import FP8_CAPABILITY, capability
 
 SUITES = ("attention", "blocks", "linear", "steps")
+COMMANDS = ("card", "tune")
 
 
 def run(case: Case, limits: Limits) -> Measured:
@@ -47,6 +50,11 @@ def missing(case: Case) -> str:
     return "float8" if case.float8 and capability(torch.device("cuda")) < FP8_CAPABILITY else ""
 
 
+def wanted(case: Case, only: list[str] | None) -> bool:
+    """Whether a case's shape matches one of the patterns; all do where there is none."""
+    return not only or any(fnmatchcase(case.shape, pattern) for pattern in only)
+
+
 def line(row: Measured) -> str:
     peers = " ".join(f"{name} {other / row.seconds:.2f}x" for name, other in row.peers.items())
     return (
@@ -56,9 +64,17 @@ def line(row: Measured) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.bench", description=f"{__doc__} Or: {' | '.join(COMMANDS)}."
+    )
     parser.add_argument("suites", nargs="*", metavar="OPERATION", help=f"of {', '.join(SUITES)}; default: all")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="cases whose shape matches a shell pattern")
     parser.add_argument("--json", type=Path, metavar="FILE", help="raw results")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="each as a line as it comes; what it holds is left out"
+    )
+    if argv and argv[0] in COMMANDS:
+        return int(importlib.import_module(f"kernels.bench.{argv[0]}").main(argv[1:]))
     options = parser.parse_args(argv)
     unknown = set(options.suites) - set(SUITES)
     if unknown:
@@ -71,13 +87,20 @@ def main(argv: list[str]) -> int:
     card, versions = torch.cuda.get_device_name(), f"torch {torch.__version__}, triton {triton.__version__}"
     print(f"{card}, {versions}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, matmul {limits.flops / 1e12:.0f} TFLOP/s")
     rows = []
+    journal = Journal(options.rows) if options.rows else None
+    known = {(entry.get("operation"), entry.get("shape")) for entry in (journal.read() if journal else [])}
     for case in cases(options.suites or list(SUITES)):
+        if (case.operation, case.shape) in known or not wanted(case, options.only):
+            continue
         if lacks := missing(case):
             print(f"{case.operation:20} {case.shape:38} skipped: this card has no {lacks}", flush=True)
             continue
         rows.append(run(case, limits))
         torch.cuda.empty_cache()
         print(line(rows[-1]), flush=True)
+        if journal:
+            facts = {"card": card, "versions": versions, "limits": asdict(limits)}
+            journal.append(**asdict(rows[-1]), line=line(rows[-1]), **facts)
     if options.json:
         told = {"card": card, "versions": versions, "limits": asdict(limits), "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(told, indent=1) + "\n")

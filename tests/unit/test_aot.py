@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kernels.aot import table
+from kernels.aot.assembly import Loop, loop_of
 from kernels.aot.table import Row, faults, load, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,7 @@ def test_the_table_has_no_spill_in_attention() -> None:
     assert {row.chip for row in rows} == {"sm_80", "sm_89", "sm_90"}
     assert len(rows) <= 48
     assert not [row for row in rows if row.spilled]
+    assert all(row.loop for row in rows)
 
 
 def test_products_of_float8_are_added_up_outside_tensor_cores() -> None:
@@ -68,11 +70,39 @@ ROW = Row("decode", "attend_kernel", "sm_90", "0" * 32, 255, 0, 1000)
         ({"spilled": 8}, "decode: attend_kernel for sm_90 spills 8 bytes a thread"),
         ({"shared": 300_000}, "wants 300000 bytes of shared memory, the chip has 232448"),
         ({"shared": 170_000, "chip": "sm_80"}, "the chip has 166912"),
+        ({"in_turn": 12}, "waits for 12 products one by one"),
     ],
 )
 def test_what_breaks_a_limit_is_told(change: dict[str, object], words: str) -> None:
     row = Row(**{name: change.get(name, getattr(ROW, name)) for name in Row.__slots__})  # type: ignore[arg-type]
     assert words in " ".join(faults(row, may_spill=False))
+
+
+CODE = """
+.L_x_1:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   LDS.128 R4, [R2] ;
+.L_x_2:
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT{wait} ;
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR20], R88, gsb0 ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/                   F2FP.BF16.F32.PACK_AB R98, R119, R118 ;
+        /*0080*/              @!P1 BRA `(.L_x_2) ;
+        /*0090*/               @P2 BRA `(.L_x_1) ;
+        /*00a0*/                   BRA `(.L_x_3) ;
+.L_x_3:
+        /*00b0*/                   EXIT ;
+"""
+TURN = ", gsb0 ;\n        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+def test_what_a_loop_of_products_does_is_counted() -> None:
+    kinds = (("product", 2), ("wait", 2), ("convert", 1), ("other", 1))
+    assert loop_of(CODE.format(wait="").splitlines()) == Loop(6, 0, kinds)
+    in_turn = loop_of(CODE.format(wait=TURN).splitlines())
+    assert (in_turn.instructions, in_turn.in_turn) == (7, 2)
+    assert loop_of(CODE.replace("HGMMA", "FFMA").splitlines()) == Loop()
 
 
 def test_a_spill_may_be_allowed_and_a_good_row_is_good() -> None:

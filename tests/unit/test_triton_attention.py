@@ -249,6 +249,40 @@ def test_the_same_bits_however_it_is_asked(
             row += end - start
 
 
+@pytest.mark.parametrize("last", [1024, 1025])
+def test_rows_that_end_where_a_split_does(last: int) -> None:
+    """Prefill adds a split when its last tile is done, or at the end, and never twice."""
+    cache = Cache([last], num_q_heads=8, num_kv_heads=1)
+    whole = cache.attend([(0, last - 16, last)])
+    assert_close(whole, cache.textbook([(0, last - 16, last)]), torch.bfloat16)
+    for row in (0, 14, 15):
+        first = last - 16 + row
+        assert torch.equal(cache.attend([(0, first, first + 1)])[0], whole[row])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_rows_of_any_size_over_8_bits(kv_dtype: torch.dtype) -> None:
+    """Each is multiplied as whole numbers of its own size; one that is not finite spoils itself alone."""
+    require_float8(kv_dtype)
+    cache = Cache([90], kv_dtype=kv_dtype)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    sizes = torch.tensor([1e-30, 1e-4, 1.0, 300.0, 0.0]).to(torch.bfloat16).to(DEVICE)
+    cache.q[85:] *= sizes[:, None, None]
+    pieces = [(0, 85, 90)]
+    for asked in ({}, {"soft_cap": 5.0, "sinks": sinks, "window": 70}):
+        wanted = cache.textbook(pieces, **asked)
+        got = cache.attend(pieces, **asked)
+        for row in range(5):
+            assert_close(got[row], wanted[row], torch.bfloat16)
+    before = cache.attend(pieces)
+    for bad in (float("nan"), float("inf")):
+        cache.q[86, 1, 3] = bad
+        after = cache.attend(pieces)
+        assert after[1, 1].isnan().all()
+        after[1, 1] = before[1, 1]
+        assert torch.equal(after, before)
+
+
 def test_a_shared_prefix_is_read_once_and_changes_no_bit() -> None:
     cache = Cache([1100, 1090, 600, 40], shared=1024)
     pieces = [(0, 1099, 1100), (1, 1086, 1090), (2, 599, 600), (3, 39, 40)]
@@ -264,18 +298,21 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit() -> None:
     )
 
 
-def test_offsets_beyond_2_to_the_31() -> None:
-    """A pool of 6 GiB of which three blocks are touched."""
-    size, dim = 64, 128
-    pool = lazy_pool((24576, 8, 2, 1, size, dim), torch.bfloat16, DEVICE)
-    assert pool.stride(0) * 24575 > 1 << 31
-    table = [24575, 3, 20000]
-    kv = torch.randn(2, 150, 1, dim, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+@pytest.mark.parametrize(("size", "kv_dtype"), [(64, torch.bfloat16), (16, torch.bfloat16), (16, torch.int8)], ids=str)
+def test_offsets_beyond_2_to_the_31(size: int, kv_dtype: torch.dtype) -> None:
+    """A pool of 3 or 6 GiB of which a few blocks are touched."""
+    dim, last = 128, 24575 * (64 // size)
+    pool = lazy_pool((last + 1, 8, 2, 1, size, dim), kv_dtype, DEVICE)
+    assert pool.stride(0) * last > 1 << 31
+    table = [last, 3, *range(last - 400, last - 400 + 150 // size)]
+    kv = torch.randint(-9, 10, (2, 150, 1, dim), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16) / 4
+    scales = torch.full((last + 1, 2, 1, size), 0.25, device=DEVICE) if kv_dtype == torch.int8 else None
     for position in range(150):
-        pool[table[position // size], 7, :, :, position % size] = kv[:, position].to(DEVICE)
+        row = kv[:, position] * 4 if kv_dtype == torch.int8 else kv[:, position]
+        pool[table[position // size], 7, :, :, position % size] = row.to(kv_dtype).to(DEVICE)
     q = torch.randn(1, 4, dim, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    plan = plan_attention([0, 1], [150], [table], size, 4, 1, dim, DEVICE)
-    got = attend(q.to(DEVICE), pool[:, 7], plan, dim**-0.5)
+    plan = plan_attention([0, 1], [150], [table], size, 4, 1, dim, DEVICE, 0, kv_dtype == torch.int8)
+    got = attend(q.to(DEVICE), pool[:, 7], plan, dim**-0.5, kv_scales=scales)
     k, v = kv[:, :, 0].double()
     weights = torch.softmax(q[0].double() @ k.T * dim**-0.5, -1)
     assert_close(got[0], weights @ v, torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.testing import DEVICE, INTERPRETED, assert_close, guarded_like, require_float8
+from kernels.testing import DEVICE, INTERPRETED, assert_close, guarded_like, lazy_pool, require_float8
 
 # isort: split
 from kernels.activation.triton_kernel import gate_mul
@@ -112,6 +112,24 @@ def test_rotary_and_store(head_dim: int, num_q: int, num_kv: int, with_norm: boo
             expected[slot // block_size, 1, 1, :, slot % block_size] = v[i].double()
     assert_close(spans.tensor, expected, dtype)
     assert torch.equal(spans.tensor[:, 0], torch.full_like(spans.tensor[:, 0], 7.0))
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_slot_beyond_2_to_the_31_elements(pool_dtype: torch.dtype) -> None:
+    """As in a small pool, in one of 3 or 6 GiB of which a block is touched."""
+    table = rotary_table(frequencies.plain(128, 1e4), 9, torch.float32).to(DEVICE)
+    positions, rows = torch.tensor([8], device=DEVICE), randn(1, 4, 128, dtype=torch.bfloat16)
+    stored = []
+    for blocks in (24576, 1):
+        pool = lazy_pool((blocks, 8, 2, 1, 64, 128), pool_dtype, DEVICE)
+        scales = torch.zeros(blocks, 2, 1, 64, device=DEVICE) if pool_dtype == torch.int8 else None
+        slot = torch.tensor([blocks * 64 - 1], device=DEVICE)
+        rotary_store_kv(rows.clone(), table, positions, pool[:, 7], slot, 2, kv_scales=scales)
+        stored.append((pool[-1, 7, :, 0, 63], scales if scales is None else scales[-1, :, 0, 63]))
+    (far, far_scale), (near, near_scale) = stored
+    assert int(near.count_nonzero()) > 0
+    assert torch.equal(far, near)
+    assert far_scale is None or torch.equal(far_scale, near_scale)
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)

@@ -72,6 +72,29 @@ def test_a_slot_beyond_2_to_the_31_elements() -> None:
     assert torch.equal(pool[24575, 7, :, :, 63], kv[0])
 
 
+def test_blocks_beyond_2_to_the_31_words() -> None:
+    """Copied out, in and across, digested and zeroed, in a pool of 12 GiB of which a few pages are touched."""
+    pool = lazy_pool((3 << 20, 1024), torch.int32, DEVICE)
+    assert pool.numel() > 1 << 31
+    far, near = (3 << 20) - 1, 5
+    spans = torch.randint(1, 1 << 30, (2, 1024), generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+    ids, last = torch.tensor([far, near], device=DEVICE), torch.tensor([far], device=DEVICE)
+    scatter_blocks(spans, ids, pool)
+    assert torch.equal(pool[far], spans[0])
+    assert torch.equal(pool[near], spans[1])
+    back = torch.zeros_like(spans)
+    gather_blocks(pool, ids, back)
+    assert torch.equal(back, spans)
+    assert torch.equal(digest_blocks(pool, ids), digest_blocks(spans, torch.tensor([0, 1], device=DEVICE)))
+    move_blocks(pool, last, back, last * 0 + 1)
+    assert torch.equal(back[1], spans[0])
+    move_blocks(spans, last * 0 + 1, pool, last)
+    assert torch.equal(pool[far], spans[1])
+    zero_blocks(pool, last)
+    assert int(pool[far].count_nonzero()) == 0
+    assert torch.equal(pool[near], spans[1])
+
+
 @pytest.mark.parametrize("shape", [(5, 3, 2, 2, 16, 8), (5, 4), (4, 2, 2, 5, 16, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_blocks_go_out_and_come_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
