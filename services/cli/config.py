@@ -19,6 +19,7 @@ from shared.kv import transfer_options
 from shared.model.gguf_folder import is_gguf
 from shared.settings.load import DEFAULT, LoadedSettings, read_settings, settings_file
 from shared.settings.models import kv_conflict, quant_conflict, served_models
+from shared.settings.request_classes import classes_conflict
 from shared.settings.sections import Settings
 
 EXIT_WRONG = 2
@@ -101,6 +102,10 @@ def problems(loaded: LoadedSettings, faulty: Collection[str] = ()) -> Iterator[s
         if conflict := quant_conflict(settings, model):
             own = bool(settings.models) and settings.models[number].quant is not None
             yield told(f"models.{number}.quant" if own else "engine.quant", f" {conflict}")
+        for field in ("prefill_classes", "decode_classes"):
+            if conflict := classes_conflict(model, field.removesuffix("_classes"), settings.engine.classes):
+                own = bool(settings.models) and getattr(settings.models[number], field) is not None
+                yield told(f"models.{number}.{field}" if own else f"workers.{field}", f" {conflict}")
     if conflict := kv_conflict(settings):
         yield told("kv.dtype", f" {conflict}")
     if settings.policy.tenants:

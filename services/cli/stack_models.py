@@ -11,6 +11,7 @@ from shared.model.fetch import cache_dir, fetch_default_model
 from shared.model.folder import check_model_folder
 from shared.model.gguf_folder import model_folder
 from shared.settings.models import num_workers, served_models
+from shared.settings.request_classes import classes_conflict
 from shared.settings.sections import Settings
 
 
@@ -18,8 +19,13 @@ def with_models(settings: Settings, env: Mapping[str, str], say: Callable[[str],
     """Settings with the folder of every model filled in; fetched once where it is the default model.
 
     Raises:
-        SettingsError: a folder is missing, or holds a model that cannot be served; names file and tensor.
+        SettingsError: a folder is missing, or holds a model that cannot be served; names file and tensor. Or a class of
+            requests has no decode worker, or more workers are named than there are.
     """
+    for model in served_models(settings):
+        for role in ("prefill", "decode"):
+            if conflict := classes_conflict(model, role, settings.engine.classes):
+                raise SettingsError(f"{role}_classes of {model.name} {conflict}", param=f"workers.{role}_classes")
     fake = settings.workers.fake
     if not settings.models:
         path = _folder(settings.model.path, "model.path", settings.engine.quant, fake, env, say)

@@ -17,6 +17,7 @@ from shared.lifecycle.ready import READY_VARIABLE, failure_path, read_ready
 from shared.lifecycle.runtime import NATS_PASSWORD_VARIABLE
 from shared.settings.load import ROOT, as_environment
 from shared.settings.models import for_model, served_models
+from shared.settings.request_classes import worker_classes
 from shared.settings.sections import SECTIONS, ModelEntry, Settings
 
 START_S = 180.0
@@ -92,8 +93,14 @@ def _suffix(settings: Settings, model: ModelEntry) -> str:
 
 def process_settings(settings: Settings, name: str) -> Settings:
     """What one process is told: of models all, but schedulers and workers only their own."""
-    model = pool_schedulers(settings).get(name) or pool_workers(settings).get(name, ("", None))[1]
-    return settings if model is None else for_model(settings, model)
+    if (leader := pool_schedulers(settings).get(name)) is not None:
+        return for_model(settings, leader)
+    role, model = pool_workers(settings).get(name, ("", None))
+    if model is None:
+        return settings
+    told = for_model(settings, model)
+    classes = worker_classes(model, role, int(name.rpartition("-")[2]))
+    return told.model_copy(update={"engine": told.engine.model_copy(update={"classes": classes})}) if classes else told
 
 
 def metrics_ports(settings: Settings) -> dict[str, int]:

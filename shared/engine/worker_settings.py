@@ -15,6 +15,7 @@ from shared.engine.prompt_budget import AUTO_TARGET, NO_TARGET
 from shared.engine.worker_engine import WorkerOptions
 from shared.kv.transfer_options import transfer_options
 from shared.model.fetch import cache_dir, default_model_dir
+from shared.settings.request_classes import classes_of
 from shared.settings.sections import EngineSettings, Settings
 
 GPU_SHARE = 0.9
@@ -53,6 +54,7 @@ def worker_options(settings: Settings, role: str, env: Mapping[str, str]) -> Wor
         publish_interval_s=publish_interval_s(engine),
         chunk_size=engine.chunk_size,
         max_num_seqs=engine.max_sequences,
+        classes=classes_of(engine.classes),
         depth=engine.depth,
         batching=engine.batching,
         batch_size=engine.batch_size,

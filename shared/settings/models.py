@@ -36,12 +36,18 @@ def served_models(settings: Settings) -> tuple[ModelEntry, ...]:
                 "pool": entry.pool or pool_name(entry.name),
                 "prefill": workers.prefill if entry.prefill is None else entry.prefill,
                 "decode": workers.decode if entry.decode is None else entry.decode,
+                "prefill_classes": _given(entry.prefill_classes, workers.prefill_classes),
+                "decode_classes": _given(entry.decode_classes, workers.decode_classes),
                 "pool_bytes": entry.pool_bytes or settings.kv.pool_bytes,
                 "quant": entry.quant or settings.engine.quant,
             }
         )
         for entry in entries
     )
+
+
+def _given(own: str | None, general: str) -> str:
+    return general if own is None else own
 
 
 def num_workers(settings: Settings) -> int:
@@ -52,7 +58,8 @@ def num_workers(settings: Settings) -> int:
 def for_model(settings: Settings, entry: ModelEntry) -> Settings:
     """The settings of a process that serves one model's pool: in the short form, whichever form they had."""
     model = settings.model.model_copy(update={name: getattr(entry, name) for name in _SHORT_FORM})
-    workers = settings.workers.model_copy(update={"prefill": entry.prefill, "decode": entry.decode})
+    names = ("prefill", "decode", "prefill_classes", "decode_classes")
+    workers = settings.workers.model_copy(update={name: getattr(entry, name) for name in names})
     kv = settings.kv.model_copy(update={"pool_bytes": entry.pool_bytes})
     engine = settings.engine.model_copy(update={"quant": entry.quant or settings.engine.quant})
     return settings.model_copy(update={"models": (), "model": model, "workers": workers, "kv": kv, "engine": engine})

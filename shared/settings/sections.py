@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shared.contracts.grants import CLASSES
 from shared.tools.formats import ReasoningSetting, ToolSetting
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -17,6 +18,10 @@ _DTYPE = "weights and KV; auto: the fastest whose quality passed for the model, 
 _TOOLS = "how it calls tools; auto: as its chat template says, else as Hermes does"
 _REASONING = "whether it thinks between <think> tags first; auto: as its chat template says"
 POOL_PATTERN = r"^[a-z0-9-]{1,40}$"
+_CLASS = rf"({'|'.join(CLASSES)})"
+CLASSES_PATTERN = rf"^( *{_CLASS} *(, *{_CLASS} *)*)?$"
+POOLS_PATTERN = rf"^( *{_CLASS}(\+{_CLASS})* *(, *{_CLASS}(\+{_CLASS})* *)*)?$"
+"""An entry a worker, the classes of one joined by +; see `shared/settings/request_classes.py`."""
 Quantization = Literal["none", "int8", "int4", "int4-g64", "int4-g128", "w8a8", "fp8"]
 """As `kernels.linear.quantize.GPU_QUANTS`, which a process without torch cannot ask; a test holds them together."""
 GPU_ONLY: tuple[Quantization, ...] = ("w8a8", "fp8")
@@ -85,6 +90,12 @@ class ModelEntry(Section):
     aliases: tuple[str, ...] = Field((), description="other names clients may ask for")
     prefill: int | None = Field(None, ge=0, le=64, description="prefill workers; none: as [workers] says")
     decode: int | None = Field(None, ge=1, le=64, description="decode workers; none: as [workers] says")
+    prefill_classes: str | None = Field(
+        None, pattern=POOLS_PATTERN, description="request classes of its prefill workers; none: as [workers] says"
+    )
+    decode_classes: str | None = Field(
+        None, pattern=POOLS_PATTERN, description="request classes of its decode workers; none: as [workers] says"
+    )
     pool_bytes: int = Field(0, ge=0, description="size of each of its workers' pools, bytes; 0: as [kv] says")
 
 
@@ -147,6 +158,9 @@ class EngineSettings(Section):
     )
     chunk_size: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: the token budget")
     max_sequences: int = Field(32, ge=1, description="most sequences running in one worker")
+    classes: str = Field(
+        "", pattern=CLASSES_PATTERN, description="request classes a worker takes, comma-separated; empty: all"
+    )
     depth: int = Field(1, ge=0, le=1, description="steps planned ahead of the one in flight")
     batching: Literal["continuous", "static", "dynamic"] = Field(
         "continuous", description="when a sequence may begin: at once, or with a batch that runs until all have ended"
@@ -274,6 +288,12 @@ class WorkersSettings(Section):
     fake: bool = Field(False, description="workers that make up tokens, for trying the system without a model")
     prefill: int = Field(1, ge=0, le=64, description="number of prefill workers")
     decode: int = Field(1, ge=1, le=64, description="number of decode workers")
+    decode_classes: str = Field(
+        "",
+        pattern=POOLS_PATTERN,
+        description="request classes of the first decode workers, as interactive, analysis+batch; others take all",
+    )
+    prefill_classes: str = Field("", pattern=POOLS_PATTERN, description="the same of prefill workers")
 
 
 class LogSettings(Section):
