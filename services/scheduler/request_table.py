@@ -35,8 +35,7 @@ from shared.contracts.errors import (
     Unavailable,
     to_wire,
 )
-from shared.contracts.grants import Grant
-from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
+from shared.contracts.grants import CLASSES, Grant
 from shared.security.generations import purged
 
 LISTING_GRACE_S = 3.0
@@ -71,7 +70,7 @@ class RequestTable:
         self._placer = Placer(self._book, registry, cost or HandoffCost(), self._limits)
         self._door = Door(self._book, registry, self._placer, self._limits, rng or random.Random(0))
         self._submits = 0
-        self._workerless_s: float | None = None  # since when no decode worker is up
+        self._workerless_s: dict[str, float] = {}  # since when no decode worker is up for a class
         self._gone: dict[IngressId, float] = {}  # silent ingresses, since when
         self.limited_s = float("-inf")
         """When a request was last turned away for the length of the queue or the wait."""
@@ -288,17 +287,17 @@ class RequestTable:
         return self._pumped(now)
 
     def _refuse_workerless(self, now: float) -> None:
-        if self._is_workerless(now):
-            for record in [r for r in self._book.records.values() if r.state == State.QUEUED and not r.has_begun]:
-                self._book.refuse(now, record, to_wire(_no_worker()))
+        if workerless := [klass for klass in CLASSES if self._is_workerless(now, klass)]:
+            for record in list(self._book.records.values()):
+                if record.state == State.QUEUED and not record.has_begun and record.grant.klass in workerless:
+                    self._book.refuse(now, record, to_wire(_no_worker(record.grant.klass)))
 
-    def _is_workerless(self, now: float) -> bool:
-        """True once there was no decode worker for longer than one takes that is started again."""
-        if any(view.role == "decode" for view in self._registry.views()):
-            self._workerless_s = None
-        elif self._workerless_s is None:
-            self._workerless_s = now
-        return self._workerless_s is not None and now - self._workerless_s >= self._limits.no_worker_s
+    def _is_workerless(self, now: float, klass: str) -> bool:
+        """True once no decode worker took requests of a class for longer than one takes that is started again."""
+        if any(view.role == "decode" and view.takes(klass) for view in self._registry.views()):
+            self._workerless_s.pop(klass, None)
+            return False
+        return now - self._workerless_s.setdefault(klass, now) >= self._limits.no_worker_s
 
     def _ingress_lost(self, now: float, ingress: IngressId) -> None:
         """What waits is dropped. One that was only frozen hears of it when it comes back, within `remember_s`."""
@@ -363,9 +362,9 @@ class RequestTable:
             return DeadlineExceeded("the request's budget was spent before it reached the scheduler")
         if submit.attempt.epoch > 1 or now < self._gather_until_s:
             return None
-        if self._is_workerless(now):
+        if self._is_workerless(now, grant.klass):
             self.refusals[NO_WORKER] += 1
-            return _no_worker()
+            return _no_worker(grant.klass)
         turned_away = self._door.judge(now, submit, grant, left_s)
         if turned_away is None:
             return None
@@ -375,8 +374,8 @@ class RequestTable:
         return turned_away.error
 
 
-def _no_worker() -> Unavailable:
-    return Unavailable("no decode worker is up", retry_after_s=2.0, code=NO_WORKER)
+def _no_worker(klass: str) -> Unavailable:
+    return Unavailable(f"no decode worker is up that takes {klass} requests", retry_after_s=2.0, code=NO_WORKER)
 
 
 def _refusal(error: BatonError) -> m.Refusal:

@@ -337,3 +337,16 @@ def test_what_no_worker_could_ever_hold_is_told_at_once_however_many_wait() -> N
     # a larger pool comes: it may wait for that one
     bench.beat("d2", free_blocks=(0,), total_blocks=(20,))
     assert isinstance(bench.submit(submit("huge", 60, max_tokens=262)), m.Queued)
+
+
+def test_a_class_that_no_decode_worker_takes_is_refused_after_a_moment_and_the_others_run() -> None:
+    bench = Bench(no_worker_s=5.0)
+    bench.beat("d1", classes=("batch", "analysis"))
+    assert isinstance(bench.submit(submit("urgent")), m.Queued)
+    bench.submit(submit("later"), klass="batch")
+    assert state(bench, "later") == State.MATCHING
+    bench.tick(6.0)
+    (refused,) = [event for event in bench.told if isinstance(event, m.PlacementRefused)]
+    assert refused.attempt.request_id == "urgent"
+    assert "takes interactive requests" in refused.error.message
+    assert state(bench, "later") != State.QUEUED
