@@ -14,7 +14,14 @@ from shared.contracts.ids import BlockTag
 
 CAPACITY = 262_144
 
-Owner = tuple[str, int]  # (scope id, layer group)
+Owner = tuple[str, int]  # (scope id, salted or not; layer group)
+
+_SALT = "/"
+
+
+def salted(scope_id: str, salt: bytes) -> str:
+    """What stands for a scope where only requests of one salt share."""
+    return f"{scope_id}{_SALT}{salt.hex()}" if salt else scope_id
 
 
 class IssuedTags:
@@ -41,8 +48,8 @@ class IssuedTags:
             self._owners.popitem(last=False)
 
     def forget(self, scope_ids: Collection[str]) -> list[tuple[int, BlockTag]]:
-        """Forget every tag of these scopes; (layer group, tag) of each."""
-        gone = [(owner[1], tag) for tag, owner in self._owners.items() if owner[0] in scope_ids]
+        """Forget every tag of these scopes, under whatever salt; (layer group, tag) of each."""
+        gone = [(owner[1], tag) for tag, owner in self._owners.items() if owner[0].partition(_SALT)[0] in scope_ids]
         for _, tag in gone:
             del self._owners[tag]
         return gone

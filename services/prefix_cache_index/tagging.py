@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.prefix_cache_index.issued import IssuedTags
+from services.prefix_cache_index.issued import IssuedTags, salted
 from services.prefix_cache_index.scope_keys import ScopeKeys
 from shared.contracts.errors import Forbidden, ProtocolError
 from shared.contracts.grants import Grant
@@ -67,5 +67,5 @@ class Tagger:
         # The scope may have ended while the key was read.
         self.generations.check(grant.scope)
         if grant.scope.salt:
-            return f"{scope}/{grant.scope.salt.hex()}", salted_key(key, grant.scope.salt)
+            return salted(scope, grant.scope.salt), salted_key(key, grant.scope.salt)
         return scope, key

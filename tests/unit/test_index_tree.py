@@ -10,7 +10,7 @@ import pytest
 
 from services.prefix_cache_index.fleet import Fleet, Heard
 from services.prefix_cache_index.index import REPLAY_RETRY_S, BlockIndex
-from services.prefix_cache_index.issued import IssuedTags
+from services.prefix_cache_index.issued import IssuedTags, salted
 from shared.contracts.errors import Conflict, Forbidden
 from shared.contracts.grants import Scope
 from shared.contracts.ids import BlockTag, Incarnation, ScopeGeneration, TenantId, WorkerId
@@ -275,6 +275,16 @@ def test_a_parent_must_be_of_the_same_scope_and_group() -> None:
     with pytest.raises(Conflict) as unknown:
         issued.check_parent("scope-a", 0, tag(2))
     assert unknown.value.code == "unknown_parent"
+
+
+def test_a_scopes_tags_are_forgotten_under_every_salt() -> None:
+    issued, salts = IssuedTags(), (b"", b"x" * 16, b"y" * 16)
+    for number, salt in enumerate(salts):
+        issued.remember(salted("scope-a", salt), 0, [tag(number)])
+    issued.remember(salted("scope-b", salts[1]), 0, [tag(9)])
+    assert sorted(issued.forget({"scope-a"})) == [(0, tag(number)) for number in range(3)]
+    assert issued.forget({"scope-b"}) == [(0, tag(9))]
+    assert len(issued) == 0
 
 
 def test_issued_tags_are_bounded_and_the_oldest_go_first() -> None:
