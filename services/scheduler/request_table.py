@@ -36,6 +36,7 @@ from shared.contracts.errors import (
     to_wire,
 )
 from shared.contracts.grants import CLASSES, Grant
+from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
 from shared.security.generations import purged
 
 LISTING_GRACE_S = 3.0
