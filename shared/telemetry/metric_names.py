@@ -520,7 +520,7 @@ TENANT_RUNNING = Metric(
 
 # ---------------------------------------------------------------------------------------- prefix cache index
 
-INDEX_ENTRIES = Metric("baton_index_entries", "gauge", "Different tags that some worker holds.", ("prefix-cache-index",))
+INDEX_ENTRIES = Metric("baton_index_entries", "gauge", "Different tags some worker holds.", ("prefix-cache-index",))
 INDEX_MATCHES = Metric(
     "baton_index_matches",
     "counter",
