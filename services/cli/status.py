@@ -68,6 +68,11 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
         found += [f"pool {p['pool']} ({', '.join(p.get('models', ()))})  {_scheduler(p['scheduler'])}" for p in pools]
     else:
         found.append(_scheduler(shown["scheduler"]))
+    for tenant in shown["scheduler"]["tenants"] if shown["scheduler"] else ():
+        found.append(
+            f"waiting    {tenant['tenant']:<20} {tenant['waiting']} {tenant['class']}  weight {tenant['weight']:g}"
+            f"  {tenant['running']} running"
+        )
     if shown["workers"]:
         found.append(
             f"{'WORKER':<22}{'RUNNING':>8}{'WAITING':>8}{'PROMPT TOKENS':>14}{'FREE BLOCKS':>14}{'HEARD':>8}"

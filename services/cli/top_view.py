@@ -56,7 +56,7 @@ def cluster_lines(cluster: Mapping[str, Any], width: int = _ROOMY) -> list[str]:
     ready = f"NOT READY: {', '.join(failing)}" if failing else "ready"
     own = cluster["gateway"]
     lines = [f"{ready}   {own['id']} holds {own['requests']} requests{'  draining' if own['draining'] else ''}"]
-    lines += [_scheduler(cluster["scheduler"]), ""]
+    lines += [_scheduler(cluster["scheduler"]), *_tenants(cluster["scheduler"]), ""]
     blocks = f"{'KV BLOCKS IN USE':<25}" if gauges else f"{'KV IN USE':<11}"
     lines += [_heads("WORKER", f"ROLE     RUNNING WAITING  TOKENS  {blocks} HEARD")]
     lines += [_worker(worker, gauges) for worker in cluster["workers"]] or ["no worker was heard"]
@@ -89,6 +89,13 @@ def _scheduler(scheduler: Mapping[str, Any] | None) -> str:
     queued = f"{scheduler['queued']} queued{f' ({classes})' if classes else ''}"
     running, term = scheduler["running"], scheduler["term"]
     return f"scheduler  {queued}  {running} running  term {term}  {scheduler['id']}  heard {_ago(scheduler)} ago"
+
+
+def _tenants(scheduler: Mapping[str, Any] | None) -> list[str]:
+    """Who waits, on a line; none while nobody does."""
+    waiting = scheduler["tenants"] if scheduler is not None else ()
+    parts = (f"{t['tenant']} {t['waiting']} {t['class']} (weight {t['weight']:g})" for t in waiting)
+    return [f"waiting    {'  '.join(parts)}"] if waiting else []
 
 
 def _worker(worker: Mapping[str, Any], gauges: bool) -> str:

@@ -79,6 +79,10 @@ def _scheduler(beat: SchedulerBeat, age_s: float) -> dict[str, Any]:
         "term": beat.term,
         "queued": beat.queued,
         "queued_by_class": beat.queued_by_class,
+        "tenants": [
+            {"tenant": t.tenant, "class": t.klass, "weight": t.weight, "waiting": t.waiting, "running": t.running}
+            for t in beat.tenants
+        ],
         "running": beat.running,
         "age_s": round(age_s, 3),
     }
@@ -96,6 +100,7 @@ def _together(schedulers: list[dict[str, Any]]) -> dict[str, Any] | None:
         "term": max(scheduler["term"] for scheduler in schedulers),
         "queued": sum(scheduler["queued"] for scheduler in schedulers),
         "queued_by_class": dict(by_class),
+        "tenants": sorted((t for s in schedulers for t in s["tenants"]), key=lambda t: -t["waiting"]),
         "running": sum(scheduler["running"] for scheduler in schedulers),
         "age_s": max(scheduler["age_s"] for scheduler in schedulers),
     }

@@ -36,7 +36,8 @@ from shared.contracts.errors import (
     to_wire,
 )
 from shared.contracts.grants import CLASSES, Grant
-from shared.contracts.ids import IngressId, RequestId, Term, WorkerId
+from shared.contracts.ids import IngressId, RequestId, TenantId, Term, WorkerId
+from shared.contracts.parts import TenantLoad
 from shared.security.generations import purged
 
 LISTING_GRACE_S = 3.0
@@ -94,6 +95,17 @@ class RequestTable:
         """Requests queued or being placed, of each class that has any."""
         waiting = (r.grant.klass for r in self._book.records.values() if r.state in (State.QUEUED, *PLACING))
         return dict(Counter(waiting))
+
+    def waiting_tenants(self, most: int = 16) -> tuple[TenantLoad, ...]:
+        """Tenants with requests that wait, by class; at most so many, those with most first."""
+        waiting, running = Counter[tuple[TenantId, str]](), Counter[tuple[TenantId, str]]()
+        weights: dict[tuple[TenantId, str], float] = {}
+        for record in self._book.records.values():
+            line = record.grant.tenant, record.grant.klass
+            (waiting if record.state in (State.QUEUED, *PLACING) else running)[line] += 1
+            weights[line] = record.grant.weight
+        longest = sorted(waiting, key=lambda line: (-waiting[line], line))[:most]
+        return tuple(TenantLoad(*line, weights[line], waiting[line], running[line]) for line in longest)
 
     @property
     def placed(self) -> int:

@@ -206,6 +206,7 @@ class SchedulerService:
             queued=table.queued + table.placing,
             running=table.placed,
             queued_by_class=table.waiting_by_class,
+            tenants=table.waiting_tenants(),
         )
         await self._bus.publish(subjects.sched_beat(self._settings.pool), beat)
 

@@ -37,6 +37,7 @@ from shared.contracts.parts import (
     SpanRecord,
     StepModel,
     StreamRecord,
+    TenantLoad,
     Totals,
 )
 from shared.contracts.quota import Quota
@@ -194,6 +195,7 @@ class SchedulerBeat(Message, frozen=True, kw_only=True):
     queued: int = 0
     running: int = 0
     queued_by_class: dict[str, int] = msgspec.field(default_factory=dict)  # classes with none waiting are left out
+    tenants: tuple[TenantLoad, ...] = ()  # of which any waits, those with most waiting, at most 16
 
 
 class Placed(Message, frozen=True, kw_only=True):

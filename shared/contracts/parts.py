@@ -9,7 +9,7 @@ import msgspec
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.grants import SignedGrant
-from shared.contracts.ids import BlockGeneration, BlockTag, ScopeGeneration, WorkerId
+from shared.contracts.ids import BlockGeneration, BlockTag, ScopeGeneration, TenantId, WorkerId
 
 
 class BlockRef(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,6 +117,16 @@ class AttemptOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt: Attempt
     num_tokens: int
     ended: bool = False
+
+
+class TenantLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tenant's requests in one class of a pool: those that wait, being placed included, and those that run."""
+
+    tenant: TenantId
+    klass: str
+    weight: float
+    waiting: int = 0
+    running: int = 0
 
 
 class StepModel(msgspec.Struct, frozen=True, omit_defaults=True):

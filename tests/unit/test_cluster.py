@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from services.cli.status import lines
 from services.gateway.cluster import FORGET_S, Cluster
-from shared.contracts.ids import Incarnation, IngressId, RequestId, Term, WorkerId
+from shared.contracts.ids import Incarnation, IngressId, RequestId, TenantId, Term, WorkerId
 from shared.contracts.messages import GatewayBeat, SchedulerBeat, WorkerBeat
+from shared.contracts.parts import TenantLoad
 
 
 def worker_beat(
@@ -72,6 +73,20 @@ def test_the_queue_is_shown_by_class() -> None:
     beat = SchedulerBeat(pool="default", term=Term(1), scheduler_id="s1", queued=3, queued_by_class={"batch": 3})
     cluster.on_scheduler_beat(beat, 1.0)
     assert cluster.body(1.0)["scheduler"]["queued_by_class"] == {"batch": 3}
+
+
+def test_tenants_that_wait_are_shown_most_waiting_first_over_all_pools() -> None:
+    cluster = Cluster()
+    for pool, waiting in (("a", 2), ("b", 5)):
+        load = TenantLoad(TenantId(f"of-{pool}"), "batch", 2.0, waiting, 1)
+        beat = SchedulerBeat(pool=pool, term=Term(1), scheduler_id=pool, queued=waiting, tenants=(load,))
+        cluster.on_scheduler_beat(beat, 1.0)
+    body = cluster.body(1.0)
+    first = {"tenant": "of-b", "class": "batch", "weight": 2.0, "waiting": 5, "running": 1}
+    assert body["scheduler"]["tenants"][0] == first
+    assert [tenant["waiting"] for tenant in body["scheduler"]["tenants"]] == [5, 2]
+    shown = {"url": "http://h:1", "pid": 7, "gateway": {"requests": 0}, **body}
+    assert "waiting    of-b                 5 batch  weight 2  1 running" in lines(shown)
 
 
 def test_status_prints_a_line_a_worker_and_labels_fakes() -> None:

@@ -85,6 +85,19 @@ def test_waiting_requests_are_counted_by_class() -> None:
     assert sum(waiting.values()) == bench.table.queued + bench.table.placing
 
 
+def test_tenants_that_wait_are_told_with_what_they_run() -> None:
+    bench = pair(max_placing=1)
+    bench.submit(submit("r", 20), tenant="b", weight=2.0)
+    bench.reserve(reserved())
+    assert bench.table.waiting_tenants() == ()
+    for number, tenant in enumerate("aab"):
+        bench.submit(submit(f"{tenant}{number}", 20), tenant=tenant, weight=2.0 if tenant == "b" else 1.0)
+    a, b = bench.table.waiting_tenants()
+    assert (a.tenant, a.klass, a.weight, a.waiting, a.running) == ("a", "interactive", 1.0, 2, 0)
+    assert (b.tenant, b.weight, b.waiting, b.running) == ("b", 2.0, 1, 1)
+    assert bench.table.waiting_tenants(most=1) == (a,)
+
+
 def test_a_long_prompt_is_handed_off_from_the_true_hit() -> None:
     bench = pair()
     bench.submit(submit("r", 600))

@@ -29,7 +29,11 @@ def cluster(**more: Any) -> dict[str, Any]:
     return {
         "gateway": {"id": "gateway-1", "requests": 5, "draining": False},
         "checks": {"policy": True, "scheduler": True},
-        "scheduler": scheduler | {"queued_by_class": {"batch": 1, "interactive": 2}},
+        "scheduler": scheduler
+        | {
+            "queued_by_class": {"batch": 1, "interactive": 2},
+            "tenants": [{"tenant": "acme", "class": "interactive", "weight": 4.0, "waiting": 2, "running": 1}],
+        },
         "ingresses": [{"id": "gateway-1", "requests": 5, "age_s": 0.2}, {"id": "batch-1", "requests": 9, "age_s": 0.4}],
         "workers": [worker(), worker("prefill-1", "prefill", 100, fake=True)],
     } | more
@@ -49,6 +53,7 @@ def test_a_frame_shows_queues_workers_and_requests() -> None:
         "http://h:1",
         "ready   gateway-1 holds 5 requests",
         "3 queued (interactive 2, batch 1)  2 running  term 2",
+        "waiting    acme 2 interactive (weight 4)",
         "████········ 40/100",
         "············ 0/100",
         "2/32",
