@@ -22,8 +22,8 @@ from shared.contracts.ids import WorkerId
 OVER = 1.25
 SPARE_SHARE = 0.125
 """Of a worker's places, and of its blocks: how much more than OVER times the mean is nothing yet."""
-ALIKE = 1.1
-"""Costs within this factor of the least are alike."""
+ALIKE = 0.1
+"""Share of the time to a first token by which costs may differ and be alike."""
 TYPICAL_OUTPUT = 64
 """Output tokens that are counted at most: how long an answer becomes is not known."""
 
@@ -42,10 +42,16 @@ class Home:
     """A worker that could take a request."""
 
     worker: WorkerId
-    cost_s: float
+    first_s: float  # to the first token, and the delay to what it decodes
+    output_s: float  # what comes behind that
     held: int  # leading tokens of the prompt
     room: int  # blocks a newcomer can have
     load: Load
+
+    @property
+    def cost_s(self) -> float:
+        """Everything."""
+        return self.first_s + self.output_s
 
 
 def choose_home(homes: Sequence[Home], loads: Sequence[Load]) -> Home:
@@ -56,7 +62,8 @@ def choose_home(homes: Sequence[Home], loads: Sequence[Load]) -> Home:
         loads: of all workers that share the work, those without room included.
     """
     bounded = [home for home in homes if not is_over(home.load, loads)] or homes
-    limit_s = min(home.cost_s for home in bounded) * ALIKE
+    cheapest = min(bounded, key=lambda home: home.cost_s)
+    limit_s = cheapest.cost_s + ALIKE * cheapest.first_s
     alike = [home for home in bounded if home.cost_s <= limit_s]
     return min(alike, key=lambda home: (home.load.sequences, -home.held, -home.room, home.worker))
 

@@ -292,7 +292,8 @@ def _home(equals: Sequence[WorkerView], ask: Ask, views: Sequence[WorkerView]) -
     homes = [
         Home(
             worker=view.worker,
-            cost_s=home_cost_s(view, ask),
+            first_s=first_token_s(view, ask),
+            output_s=output_s(view, ask),
             held=ask.held.get(view.worker, 0),
             room=min(view.room, default=0),
             load=load_of(view),
@@ -303,12 +304,16 @@ def _home(equals: Sequence[WorkerView], ask: Ask, views: Sequence[WorkerView]) -
     return next(view for view in equals if view.worker == home.worker)
 
 
-def home_cost_s(view: WorkerView, ask: Ask) -> float:
-    """Seconds a request costs at a decode worker: to its first token there, and of its output beside the others."""
+def first_token_s(view: WorkerView, ask: Ask) -> float:
+    """Seconds to the first token by a decode worker alone, with what it holds, and the delay to those it decodes."""
     held = min(ask.held.get(view.worker, 0), ask.num_tokens - 1)
+    return local_cost_s(view, ask.num_tokens - held, held)
+
+
+def output_s(view: WorkerView, ask: Ask) -> float:
+    """Seconds that the output takes beside what the worker decodes, of TYPICAL_OUTPUT tokens at most."""
     rows = view.running + ask.choices
-    output = min(ask.max_new_tokens, TYPICAL_OUTPUT) * from_wire(view.step_model).predict(rows, rows, 0)
-    return local_cost_s(view, ask.num_tokens - held, held) + output
+    return min(ask.max_new_tokens, TYPICAL_OUTPUT) * from_wire(view.step_model).predict(rows, rows, 0)
 
 
 def load_of(view: WorkerView) -> Load:

@@ -10,7 +10,7 @@ import pytest
 
 from services.scheduler.affinity import OVER, SPARE_SHARE, Home, Load, choose_home, is_over
 from services.scheduler.handoff_cost import HandoffCost
-from services.scheduler.placement import Ask, WorkerView, choose, home_cost_s, load_of, local_cost_s
+from services.scheduler.placement import Ask, WorkerView, choose, first_token_s, load_of, local_cost_s, output_s
 from shared.contracts.ids import WorkerId
 from tests.unit.scheduler_support import view
 
@@ -59,7 +59,7 @@ class Pool:
         there = next(v for v in views if v.worker == worker.name)
         loads = [load_of(v) for v in views]
         assert not is_over(load_of(there), loads)
-        end = now + home_cost_s(there, ask)
+        end = now + first_token_s(there, ask) + output_s(there, ask)
         worker.running.append((end, sum(ask.blocks(there))))
         worker.held[prefix] = max(worker.held.get(prefix, 0), shared)
         worker.served += 1
@@ -137,8 +137,8 @@ def test_who_has_much_more_than_the_mean_gets_nothing_while_others_can() -> None
     assert not is_over(Load(9, 32, 0.1), [Load(9, 32, 0.1), Load(8, 32, 0.1)])
     assert is_over(Load(2, 32, 0.9), [Load(2, 32, 0.9), Load(2, 32, 0.1)])  # few, but they fill it
     assert not is_over(Load(1, 0, 0.0), [Load(1, 0, 0.0), Load(0, 0, 0.0)])  # one is not much more than none
-    hot = Home(WorkerId("a"), 0.1, 1000, 10, loads[0])
-    cold = Home(WorkerId("b"), 3.0, 0, 90, loads[1])
+    hot = Home(WorkerId("a"), 0.1, 0.0, 1000, 10, loads[0])
+    cold = Home(WorkerId("b"), 3.0, 0.0, 0, 90, loads[1])
     assert choose_home([hot, cold], loads) is cold
     assert choose_home([hot], loads) is hot  # nobody else can
     assert choose_home([hot, cold], []) is hot
@@ -146,9 +146,11 @@ def test_who_has_much_more_than_the_mean_gets_nothing_while_others_can() -> None
 
 def test_costs_that_are_alike_are_told_apart_by_load_then_match_then_room() -> None:
     idle = Load(0, 32, 0.0)
-    dear, cheap = Home(WorkerId("a"), 1.05, 0, 90, idle), Home(WorkerId("b"), 1.0, 64, 10, Load(1, 32, 0.0))
+    dear = Home(WorkerId("a"), 1.05, 5.0, 0, 90, idle)
+    cheap = Home(WorkerId("b"), 1.0, 5.0, 64, 10, Load(1, 32, 0.0))
     assert choose_home([dear, cheap], [idle, cheap.load]) is dear
-    assert choose_home([replace(dear, cost_s=1.2), cheap], [idle, cheap.load]) is cheap
+    # what a long output takes makes a prefix worth no less
+    assert choose_home([replace(dear, first_s=1.2), cheap], [idle, cheap.load]) is cheap
     held = replace(cheap, load=idle)
     assert choose_home([dear, held], [idle, idle]) is held
     assert choose_home([dear, replace(held, held=0)], [idle, idle]) is dear
