@@ -1,6 +1,7 @@
 """`./baton bench smoke | batching`: one seeded load against stacks of its own, and what clients saw of it.
 `./baton bench engine` is `loadtest/engine.py`, `./baton bench peers` is `loadtest/peers.py`, `./baton bench quality` is
-`loadtest/quality.py`, `./baton bench host` is `loadtest/host_time.py`.
+`loadtest/quality.py`, `./baton bench host` is `loadtest/host_time.py`, `./baton bench speculation` is
+`loadtest/speculation.py`.
 
 Configurations run in turn, round after round, never beside each other: what drifts in the machine then drifts alike for
 all of them. Every round starts a fresh stack, so that none finds another's cache.
@@ -63,6 +64,10 @@ def main(argv: Sequence[str]) -> int:
         from loadtest import quality
 
         return quality.main(argv[1:])
+    if list(argv[:1]) == ["speculation"]:
+        from loadtest import speculation
+
+        return speculation.main(argv[1:])
     options = _parser().parse_args(argv)
     try:
         plan = make_plan(options)
@@ -164,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton bench", description="Measure this machine with a seeded load.")
     parser.add_argument(
         "kind",
-        choices=("smoke", "batching", "engine", "peers", "quality", "host"),
+        choices=("smoke", "batching", "engine", "peers", "quality", "host", "speculation"),
         help="one configuration, the three batching policies; the others have options of their own (--help)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and lengths (default 1)")

@@ -1,7 +1,8 @@
-"""`python -m loadtest.speculation`: the same prompts with and without prompt lookup, in turn, in one process.
+"""`./baton bench speculation`: the same prompts with and without prompt lookup, in turn, in one process.
 
 Two engines, each as a decode worker has it; one of them computes at a time. Tokens a second count from the first token
-of the last sequence on, so that prompts cost neither. The outputs of both must be equal, or it ends.
+of the last sequence on, so that prompts cost neither. The outputs of both must be equal, or it ends. The ratio of
+processor time a token tells something even where others compute.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Turn:
     """One run of some streams."""
 
     tokens_s: float
+    cpu_s: float  # processor time of a token
     outputs: dict[str, tuple[int, ...]]
     drafted: int
     accepted: int
@@ -57,6 +59,7 @@ class Figure:
     off_tokens_s: float
     on_tokens_s: float
     ratio: float  # of on to off, round by round
+    cpu_ratio: float  # the same of processor time a token
     drafted: int  # in all rounds
     accepted: int
     foreign_cores: float  # the most of a round
@@ -72,6 +75,7 @@ class Contestant:
         self._waiting: set[str] = set()
         self._began: dict[str, float] = {}
         self._at_start = 0
+        self._cpu_at_start = 0.0
         self._ended = threading.Event()
         self._failed = ""
 
@@ -90,11 +94,17 @@ class Contestant:
         if not self._ended.wait(WAIT_S) or self._failed:
             raise RuntimeError(self._failed or "the streams did not end")
         taken_s = time.perf_counter() - max(self._began.values())
+        cpu_s = time.process_time() - self._cpu_at_start
         after = self._gauges()
         tokens = sum(map(len, self._outputs.values())) - self._at_start
         outputs = {str(i): tuple(self._outputs[spec.seq_id]) for i, spec in enumerate(specs)}
         return Turn(
-            tokens / taken_s, outputs, after.drafted - before.drafted, after.accepted - before.accepted, load.cores()
+            tokens_s=tokens / taken_s,
+            cpu_s=cpu_s / tokens,
+            outputs=outputs,
+            drafted=after.drafted - before.drafted,
+            accepted=after.accepted - before.accepted,
+            foreign_cores=load.cores(),
         )
 
     def _gauges(self) -> Gauges:
@@ -109,6 +119,7 @@ class Contestant:
                 self._began[update.seq_id] = time.perf_counter()
                 if len(self._began) == len(self._outputs):
                     self._at_start = sum(map(len, self._outputs.values()))
+                    self._cpu_at_start = time.process_time()
             if update.finish:
                 self._failed = update.detail if update.finish == "error" else self._failed
                 self._waiting.discard(update.seq_id)
@@ -122,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         figures = measure(options)
     except (BatonError, RuntimeError) as exc:
-        print(f"loadtest.speculation: {exc}", file=sys.stderr)
+        print(f"baton bench: {exc}", file=sys.stderr)
         return 1
     body = {"machine": this_machine().body(), "figures": [asdict(figure) for figure in figures]}
     print(text_of(figures))
@@ -188,6 +199,7 @@ def _cell(
         median(a.tokens_s for a, _ in turns),
         median(b.tokens_s for _, b in turns),
         median(b.tokens_s / a.tokens_s for a, b in turns),
+        median(b.cpu_s / a.cpu_s for a, b in turns),
         sum(b.drafted for _, b in turns),
         sum(b.accepted for _, b in turns),
         max(turn.foreign_cores for pair in turns for turn in pair),
@@ -196,17 +208,18 @@ def _cell(
 
 def text_of(figures: Sequence[Figure]) -> str:
     """A line a cell."""
-    lines = [f"{'text':8} {'temp':>5} {'streams':>7} {'off tok/s':>10} {'on tok/s':>10} {'ratio':>7} {'accepted':>14}"]
+    head = f"{'text':8} {'temp':>5} {'streams':>7} {'off tok/s':>10} {'on tok/s':>10} {'ratio':>7} {'cpu':>6}"
+    lines = [f"{head} {'accepted':>14}"]
     for f in figures:
         lines.append(
             f"{f.text:8} {f.temperature:5.1f} {f.streams:7} {f.off_tokens_s:10.1f} {f.on_tokens_s:10.1f}"
-            f" {f.ratio:6.2f}x {f.accepted:6} of {f.drafted:5}"
+            f" {f.ratio:6.2f}x {f.cpu_ratio:5.2f}x {f.accepted:6} of {f.drafted:5}"
         )
     return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m loadtest.speculation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="baton bench speculation", description=__doc__)
     parser.add_argument("--model", type=Path, help="a model folder (default: the default model)")
     parser.add_argument("--most", type=int, default=8, metavar="K", help="engine.speculation_max_tokens (default 8)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of each cell (default 4)")

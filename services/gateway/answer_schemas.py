@@ -80,12 +80,13 @@ def answer_schemas() -> dict[str, Schema]:
 
 def _shared() -> dict[str, Schema]:
     error = {"message": {"type": "string", "minLength": 1}, "type": TEXT, "param": or_null(TEXT)}
+    details = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
     usage = {
         "prompt_tokens": COUNT,
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
         "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
-        "completion_tokens_details": object_of({"reasoning_tokens": COUNT}),
+        "completion_tokens_details": object_of(dict.fromkeys(details, COUNT), optional=details[1:]),
     }
     names = ("total_ms", "queue_ms", "first_token_ms", "tokens_per_second")
     model = {"id": TEXT, "object": is_word("model"), "created": COUNT, "owned_by": TEXT}

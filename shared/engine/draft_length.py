@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from shared.engine.step_time import StepTimeModel
 
-OVERHEAD_S = 5e-4
+OVERHEAD_S = 1e-3
 """What a step that verifies costs beside its rows: it is planned behind the one before, and laid out anew."""
-MARGIN = 0.02
+MARGIN = 0.05
 """Gain below which nothing is drafted: the model is not exact."""
 
 

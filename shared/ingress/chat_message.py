@@ -16,7 +16,8 @@ _UNREAD = ("file", "image_url", "input_audio", "refusal", "video_url")
 """Types of parts that others read."""
 
 
-def _content(value: Any) -> Any:
+def text_content(value: Any) -> Any:
+    """A content as it came. Raises ValueError for one that is neither text nor a list of text parts, nor missing."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -44,7 +45,7 @@ class TextPart(TypedDict):
 
 
 _ContentForm = str | Annotated[list[TextPart], Field(min_length=1)] | None
-_Content = BeforeValidator(_content, json_schema_input_type=_ContentForm)
+_Content = BeforeValidator(text_content, json_schema_input_type=_ContentForm)
 
 
 class ChatMessage(Strict):

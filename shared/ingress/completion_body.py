@@ -17,15 +17,21 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int = 0
     thought_tokens: int = 0
+    prediction: tuple[int, int] | None = None  # tokens of a prediction that were right, and wrong; None: there is none
 
     def body(self) -> dict[str, Any]:
         """OpenAI's form."""
+        details = {"reasoning_tokens": self.thought_tokens}
+        if self.prediction is not None:
+            details |= dict(
+                zip(("accepted_prediction_tokens", "rejected_prediction_tokens"), self.prediction, strict=True)
+            )
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.thought_tokens},
+            "completion_tokens_details": details,
         }
 
     def __add__(self, other: Usage) -> Usage:
@@ -34,7 +40,14 @@ class Usage(msgspec.Struct, frozen=True):
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             self.thought_tokens + other.thought_tokens,
+            _added(self.prediction, other.prediction),
         )
+
+
+def _added(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    if one is None or other is None:
+        return one or other
+    return one[0] + other[0], one[1] + other[1]
 
 
 class Call(msgspec.Struct, frozen=True):

@@ -59,7 +59,8 @@ MEANING: Mapping[str, str] = {
     "moderation": "no such service",
     "n": f"choices of each prompt; at most {MAX_CHOICES}, and what a worker runs at once; the prompt is billed once",
     "parallel_tool_calls": "more than one call in a turn",
-    "prediction": "no predicted outputs",
+    "prediction": "type `content`: what the output may be; the text is the same, and there sooner where that is right "
+    "and the server speculates",
     "presence_penalty": "-2 to 2, once for a token that was put out",
     "prompt": "text, token ids, or a list of either: each prompt has its own choices, counted on",
     "prompt_cache_key": f"at most {MAX_IDENTIFIER_CHARS} characters; a hint that nothing needs: what is cached is "

@@ -12,14 +12,15 @@ Extensions beside OpenAI's fields are in `EXTENSIONS`. What it does not know: to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PrivateAttr
 
 from shared.contracts.errors import InvalidInput
 from shared.ingress.chat_message import ChatMessage
 from shared.ingress.metadata import Metadata
+from shared.ingress.prediction import Prediction
 from shared.ingress.structure_schema import ResponseFormat, StructuredOutputs
 from shared.ingress.tool_schema import Strict, Tool, ToolChoice, check_tools, encodable
 
@@ -44,7 +45,6 @@ CHAT_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "modalities": (None, ["text"]),
     "moderation": (None,),
-    "prediction": (None,),
     "prompt_cache_options": (None,),
     "prompt_cache_retention": (None,),
     "reasoning_effort": (None,),
@@ -239,10 +239,21 @@ class ChatRequest(_Generation):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: Identifier | None = None
+    prediction: Prediction | None = None
+    _predicted_ids: tuple[int, ...] = PrivateAttr(())
 
     @property
     def output_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def predicted_ids(self) -> tuple[int, ...]:
+        """The tokens of `prediction`, once they are known."""
+        return self._predicted_ids
+
+    def know_prediction(self, token_ids: Iterable[int]) -> None:
+        """Keep the tokens of `prediction` beside it."""
+        self._predicted_ids = tuple(token_ids)
 
     @property
     def wanted_logprobs(self) -> int:
@@ -257,6 +268,11 @@ class CompletionRequest(_Generation):
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def predicted_ids(self) -> tuple[int, ...]:
+        """A completion comes without a prediction."""
+        return ()
 
     @property
     def wanted_logprobs(self) -> int:

@@ -89,6 +89,8 @@ class PromptCodec:
         """As `encode`, on the caller's own thread."""
         if isinstance(request, ChatRequest):
             prompts = [self._encode_chat(request)]
+            if request.prediction is not None:
+                request.know_prediction(self._encode_prediction(request.prediction.text))
         else:
             prompts = [self._encode_prompt(p) if isinstance(p, str) else list(p) for p in request.prompt]
         structure = self.structure(request, prompts[0])
@@ -132,6 +134,12 @@ class PromptCodec:
             messages, tools = tell_tools(messages, tools), []
         return encode_chat(self.tokenizer, messages, now=datetime.now(), tools=tools or None, max_chars=self._max_chars)
 
+    def _encode_prediction(self, text: str) -> list[int]:
+        if len(text) > self._max_chars:
+            message = f"prediction: this model's context is {self._context} tokens; this has {len(text)} characters"
+            raise InvalidInput(message, param="prediction")
+        return self.tokenizer.encode(text)[: self._context]
+
     def _encode_prompt(self, prompt: str) -> list[int]:
         if len(prompt) > self._max_chars:
             raise ContextExceeded(
@@ -150,7 +158,8 @@ def _size(request: GenerationRequest) -> int:
     if isinstance(request, CompletionRequest):
         return sum(map(len, request.prompt))
     contents = (message.content or "" for message in request.messages)
-    return sum(len(c) if isinstance(c, str) else sum(len(part["text"]) for part in c) for c in contents)
+    sizes = (len(c) if isinstance(c, str) else sum(len(part["text"]) for part in c) for c in contents)
+    return sum(sizes) + (len(request.prediction.text) if request.prediction is not None else 0)
 
 
 def _is_short(request: GenerationRequest) -> bool:
@@ -159,7 +168,7 @@ def _is_short(request: GenerationRequest) -> bool:
         return False
     if isinstance(request, CompletionRequest):
         return sum(len(prompt) for prompt in request.prompt if isinstance(prompt, str)) <= SHORT_TEXT_CHARS
-    if request.response_format or request.tools or len(request.messages) > SHORT_CHAT_MESSAGES:
+    if request.response_format or request.tools or request.prediction or len(request.messages) > SHORT_CHAT_MESSAGES:
         return False
     chars = 0
     for message in request.messages:

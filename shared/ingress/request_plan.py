@@ -11,6 +11,7 @@ from shared.contracts.errors import ContextExceeded, InvalidInput
 from shared.contracts.grants import SALT_BYTES
 from shared.contracts.messages import Identity
 from shared.contracts.sampling import SamplingParams
+from shared.contracts.tokens import pack_tokens
 from shared.ingress.openai_schema import ChatRequest, GenerationRequest
 from shared.ingress.output_form import PLAIN, OutputForm
 from shared.ingress.served_models import ServedModel
@@ -130,6 +131,7 @@ def make_plan(
             stop_token_ids=request.stop_token_ids,
             logprobs=logprobs,
             grammar=structure.grammar,
+            prediction=pack_tokens(request.predicted_ids),
             prompt_logprobs=-1 if echo is None or len(prompt) == 1 else logprobs,
         ),
         stops=request.stop,

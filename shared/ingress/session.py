@@ -166,7 +166,11 @@ class Session:
         """Token counts so far."""
         prompt = len(self.plan.prompt)
         cached = min(self.stream.totals.cached_tokens, prompt)
-        return Usage(prompt, self.stream.num_committed, cached, self._output.thought_tokens)
+        guesses = None
+        if self.plan.sampling.prediction:
+            totals = self.stream.totals
+            guesses = totals.predicted_right_tokens, totals.predicted_tokens - totals.predicted_right_tokens
+        return Usage(prompt, self.stream.num_committed, cached, self._output.thought_tokens, guesses)
 
     # ------------------------------------------------------------------------------------------ client side
 

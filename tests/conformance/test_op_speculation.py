@@ -30,8 +30,8 @@ from shared.kv.pool import create_pool
 from shared.model.config import layer_groups
 from shared.model.decoder import Model, load_decoder
 from tests.conformance.real_worker import VOCABULARY, RealBackend, real_options, real_stack, tiny_checkpoint
-from tests.conformance.support import canary, send
-from tests.pipeline.gateway_support import TOKENIZER, Stack, completion
+from tests.conformance.support import canary, refused, send
+from tests.pipeline.gateway_support import TOKENIZER, Stack, chat, completion
 from tests.tiny_models import make_tiny_model, random_tokens
 
 MOST = 6
@@ -155,6 +155,51 @@ async def test_op52_greedy_is_the_same_with_speculation(stacks: tuple[Stack, Sta
     counts = await gauges(on)
     assert 0 < counts.accepted < counts.drafted
     await canary(on)
+
+
+async def test_a_prediction_changes_nothing_but_what_usage_tells_of_it(stacks: tuple[Stack, Stack]) -> None:
+    off, on = stacks
+    fields: dict[str, Any] = {
+        "temperature": 0,
+        "max_tokens": 24,
+        "logit_bias": FEW,
+        "logprobs": True,
+        "ignore_eos": True,
+    }
+    first = await chatted(off, **fields)
+    text = first["choices"][0]["message"]["content"]
+    right = {"type": "content", "content": text}
+    parts = {"type": "content", "content": [{"type": "text", "text": part} for part in (text[:5], text[5:])]}
+    wrong = {"type": "content", "content": text[:3] + "not at all what comes"}
+    for stack, prediction in ((off, right), (on, right), (on, parts), (on, wrong)):
+        body = await chatted(stack, **fields, prediction=prediction)
+        assert body["choices"] == first["choices"]
+        details = body["usage"].pop("completion_tokens_details")
+        accepted, rejected = (details.pop(f"{kind}_prediction_tokens") for kind in ("accepted", "rejected"))
+        assert body["usage"] | {"completion_tokens_details": details} == first["usage"], "they are not billed"
+        assert (accepted > 10) == (stack is on and prediction is not wrong)
+        assert (rejected > 0) == (stack is on and prediction is wrong)
+    assert "accepted_prediction_tokens" not in first["usage"]["completion_tokens_details"]
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for bad, field in (
+        ({"type": "text", "content": "x"}, ".type"),
+        ({"type": "content"}, ".content"),
+        *(({"type": "content", "content": content}, ".content") for content in (None, 5, [], image)),
+        ("x", ""),
+        ([], ""),
+    ):
+        await refused(on, "chat/completions", chat(prediction=bad), f"prediction{field}")
+    await refused(on, "completions", completion(prediction=right), "prediction")
+    await chatted(on, max_tokens=2, prediction=None)
+    await chatted(on, max_tokens=2, prediction={"type": "content", "content": ""})
+    await canary(on)
+
+
+async def chatted(stack: Stack, **fields: Any) -> dict[str, Any]:
+    response = await send(stack, "chat/completions", chat(**fields))
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
 
 
 # ------------------------------------------------------------------------------------------ OP-51: the distribution
