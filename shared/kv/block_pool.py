@@ -14,6 +14,10 @@ from shared.kv.layout import PoolLayout
 __all__ = ["KEPT", "NOBODY", "BlockCounts", "BlockPool", "GroupPool", "Keeping", "Owner", "TagEvents"]
 
 
+ZEROED_BYTES = 64 * 1024 * 1024
+"""Overwritten between two steps: a purge of a full pool must not make others' tokens wait for all of it."""
+
+
 class BlockPool:
     """The groups' pools side by side; every argument and result is plural per group."""
 
@@ -22,6 +26,7 @@ class BlockPool:
             GroupPool(num_blocks, group.block_size, eviction)
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
         )
+        self._zeroed_at_once = tuple(max(1, ZEROED_BYTES // group.span_bytes) for group in layout.groups)
         # a hit must end on a block boundary of every group
         self._step = math.lcm(*(group.block_size for group in self.groups))
 
@@ -88,8 +93,15 @@ class BlockPool:
         return False
 
     def take_dirty(self) -> tuple[tuple[int, int], ...]:
-        """(group, block id) of condemned blocks to zero; each must come back through `cleaned`."""
-        return tuple((g, block_id) for g, group in enumerate(self.groups) for block_id in group.take_dirty())
+        """(group, block id) of condemned blocks to zero before the next step, of each group about ZEROED_BYTES.
+
+        Each must come back through `cleaned`.
+        """
+        return tuple(
+            (g, block_id)
+            for g, (group, most) in enumerate(zip(self.groups, self._zeroed_at_once, strict=True))
+            for block_id in group.take_dirty(most)
+        )
 
     def cleaned(self, blocks: Iterable[tuple[int, int]]) -> None:
         """(group, block id) of `take_dirty` that are zeroed."""

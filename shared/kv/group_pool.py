@@ -312,9 +312,10 @@ class GroupPool:
             self._clean(block_id)
         return len(ended)
 
-    def take_dirty(self) -> list[int]:
-        """Condemned blocks that nobody but the cleaner holds any more; each must come back through `cleaned`."""
-        dirty, self._dirty = self._dirty, []
+    def take_dirty(self, most: int | None = None) -> list[int]:
+        """Condemned blocks that nobody but the cleaner holds any more, at most so many; each must come back through
+        `cleaned`."""
+        dirty, self._dirty = self._dirty[:most], self._dirty[most:] if most is not None else []
         self._cleaning.update(dirty)
         return dirty
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shared.contracts.ids import BlockTag, ScopeGeneration, TenantId
+from shared.kv import block_pool
 from shared.kv.block_pool import NOBODY, BlockPool, GroupPool, Owner
 from shared.kv.layout import LayerGroup, PoolLayout
 
@@ -193,6 +194,24 @@ def test_match_ends_where_the_shortest_group_ends() -> None:
     assert [len(hit) for hit in pool.match(tags, tokens, 3)] == [0, 0]
     assert [len(hit) for hit in pool.match([], tokens, 8)] == [0, 0]
     assert pool.blocks_for(5) == (3, 2)
+
+
+def test_a_purge_of_a_large_pool_is_overwritten_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = LayerGroup("full", (0,), 1, 8, 4, "float16")
+    monkeypatch.setattr(block_pool, "ZEROED_BYTES", 2 * group.span_bytes + 1)
+    pool = BlockPool(PoolLayout((group,), (5,)))
+    (only,) = pool.groups
+    only.free(only.allocate(5, OWNERS[1]))
+    (blocks,) = pool.purge(*OWNERS[1][:1], ScopeGeneration(9))
+    taken = []
+    while pool.is_dirty:
+        part = pool.take_dirty()
+        assert len(part) <= 2
+        assert only.num_purged(blocks) == 5 - len(taken)
+        pool.cleaned(part)
+        taken += part
+    assert sorted(block_id for _, block_id in taken) == list(range(5))
+    assert only.num_purged(blocks) == 0
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -66,6 +66,18 @@ def test_a_hole_ends_the_chain() -> None:
     assert chains.take_runs() == []
 
 
+def test_tags_that_come_behind_a_purge_are_not_applied() -> None:
+    chains = opened(1)
+    chains.completed("s", [[block(1)]])
+    (asked,) = chains.take_runs()
+    chains.completed("s", [[block(2)]])
+    chains.forget("s")
+    assert chains.extended(asked, ExtendedRun(tags=(tag(1),))) == []
+    chains.failed(asked)
+    assert chains.take_runs() == []
+    assert len(chains) == 0
+
+
 def test_a_refused_run_ends_the_chain_and_a_lost_one_waits() -> None:
     chains = opened(1)
     chains.completed("s", [[block(1)]])
