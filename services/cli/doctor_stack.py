@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from kernels.native.cpu import NEEDED, VARIABLE, machine_level, machine_levels
 from services.cli import config, servers
 from services.cli.cores import has_gpu
 from services.cli.doctor import FAIL, OK, SKIP, WARN, Finding, port_free
+from services.cli.doctor_transfer import transfer
 from services.cli.state import StackRecord, StateFolder, running_stack, state_path
 from shared.contracts.errors import SettingsError
 from shared.kv.layout import FLOAT16, FP8, KV_SETTINGS
@@ -59,6 +61,7 @@ def examine_stack(env: Mapping[str, str], chosen: str | None) -> Iterator[Findin
     stack = running_stack(env)
     yield state(state_path(env))
     yield port(settings, stack)
+    yield transfer(settings.kv, datetime.now(UTC))
     yield running(stack)
     if (left := leftover_pools(Path("/dev/shm"))) is not None:
         yield left
