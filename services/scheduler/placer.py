@@ -14,12 +14,13 @@ from services.scheduler.book import Book
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve
 from services.scheduler.forecast import Takers, TurnClock
 from services.scheduler.handoff_cost import HandoffCost
-from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Ask, Choice, choose
+from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Ask, Choice, choose, takes_from_others
 from services.scheduler.record import Record, State
 from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import from_wire
+from shared.contracts.grants import class_rank
 from shared.contracts.ids import Dispatch, WorkerId
 
 GRACE_S = 0.25
@@ -91,16 +92,20 @@ class Placer:
             if choice is None:
                 first = first or record
                 too_large.append(ask)
-            elif first is None or not self._competes(choice, first):
+            elif first is None or not self._competes(ask, choice, first):
                 return record, choice
             elif _may_be_passed(first, now):
                 first.overtaken += 1
                 return record, choice
         return None
 
-    def _competes(self, choice: Choice, first: Record) -> bool:
+    def _competes(self, ask: Ask, choice: Choice, first: Record) -> bool:
+        """False on a worker that is not for the class of the first, and for what only a higher class can have there."""
         view = self._registry.view(choice.decode_worker)
-        return view is None or view.takes(first.grant.klass)
+        if view is None:
+            return True
+        higher = class_rank(ask.klass) < class_rank(first.grant.klass)
+        return view.takes(first.grant.klass) and not (higher and takes_from_others(view, ask))
 
     def _begin(self, now: float, record: Record, tentative: Choice) -> None:
         """Ask the index what is held of it, or a worker at once."""

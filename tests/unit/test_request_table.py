@@ -10,7 +10,7 @@ from services.scheduler.record import State
 from shared.contracts import messages as m
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Incarnation, RequestId, WorkerId
-from shared.contracts.parts import Holder
+from shared.contracts.parts import ClassRoom, Holder
 from shared.telemetry import attributes as a
 from tests.unit.scheduler_support import Bench, attempt, no_room, reserved, submit
 
@@ -246,6 +246,25 @@ def test_a_head_without_room_is_passed_so_often_and_no_more() -> None:
     assert state(bench, "large") == State.QUEUED
     bench.beat("d1", free_blocks=(50,), max_sequences=0)
     assert state(bench, "large") == State.MATCHING
+
+
+def test_a_lower_class_that_has_the_turn_keeps_no_higher_one_from_what_it_could_not_have() -> None:
+    """All places are lower classes' own, which give them up to the higher one only."""
+    bench, rooms = Bench(max_placing=1), (ClassRoom(8, (90,)), ClassRoom(8, (90,)), ClassRoom(0, (0,)))
+    bench.beat("d1", rooms=rooms)
+    bench.submit(submit("low", 31), klass="batch")
+    for number in range(4 * MOST_OVERTAKEN):
+        bench.submit(submit(f"high{number}", 31))
+        bench.reserve(reserved())
+        assert state(bench, f"high{number}") == State.PLACED
+        bench.beat("d1", rooms=rooms)
+    assert state(bench, "low") == State.QUEUED
+    # what is free is the lower one's, as it has the turn
+    free = (ClassRoom(1, (90,)),) * 3
+    bench.submit(submit("last", 31))
+    bench.reserve(no_room())
+    bench.beat("d1", rooms=free)
+    assert state(bench, "low") == State.RESERVING
 
 
 def test_what_is_no_smaller_than_one_without_room_is_not_tried() -> None:
