@@ -47,6 +47,7 @@ class CachedStack:
         self._base = base
         self.baton = Baton(base / "state")
         self._salts = 0
+        self._index_url = ""
 
     def up(self) -> None:
         folder = self.checkpoint("model", seed=0)
@@ -139,13 +140,17 @@ class CachedStack:
 
     def total(self, metric: Metric, role: str) -> float:
         """The sum over the processes of a role, by their own word."""
-        shown = json.loads(self.baton.run("status", "--json").stdout)["metrics"]
-        urls = [url for name, url in shown.items() if name.startswith(role)]
-        return sum(sample(httpx.get(url, timeout=10).text, metric.exposed) for url in urls)
+        return sum(sample(httpx.get(url, timeout=10).text, metric.exposed) for url in self._listeners(role))
 
     def indexed(self) -> int:
         """Blocks that the index believes some worker to hold."""
-        return int(self.total(names.INDEX_ENTRIES, "prefix-cache-index"))
+        if not self._index_url:  # it is never restarted here, and to ask for it starts a process
+            (self._index_url,) = self._listeners("prefix-cache-index")
+        return int(sample(httpx.get(self._index_url, timeout=10).text, names.INDEX_ENTRIES.exposed))
+
+    def _listeners(self, role: str) -> list[str]:
+        shown = json.loads(self.baton.run("status", "--json").stdout)["metrics"]
+        return [url for name, url in shown.items() if name.startswith(role)]
 
     def forgotten(self) -> None:
         """Wait until the index knows of no block."""

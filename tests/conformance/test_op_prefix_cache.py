@@ -18,7 +18,7 @@ from tests.conformance.cached_stack import BLOCK, BRIEF_KEY, MODEL, Answer, Cach
 from tests.stack.running import OTHER_KEY, until
 from tests.stack.streams import kill, pid_of
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 ROUNDS = 10
 
@@ -184,20 +184,18 @@ def test_kv_is_kept_as_long_as_its_tenants_record_says(stack: CachedStack) -> No
     again = stack.ask(prompt, BRIEF_KEY)
     assert again.cached == 0
     assert again.said == brief.said == warm.said
-    assert stack.ask(prompt).cached == 4 * BLOCK
+    assert stack.warm(prompt, 4 * BLOCK).said == warm.said
+    until(lambda: stack.indexed() <= others, 30, stack.indexed)
 
 
 def test_op44_the_index_does_not_outlive_a_workers_cache(stack: CachedStack) -> None:
     # Given a long prefix that one worker holds
-    prefix = tokens(44, 8 * BLOCK + 1)
-    others = stack.indexed()
-    warm = stack.warm(prefix, 8 * BLOCK)
-    until(lambda: stack.indexed() >= others + 8, 30, stack.indexed)
-    home = stack.worker_of(warm)
+    prefix, warm = held_by_one(stack)
+    home, known = stack.worker_of(warm), stack.indexed()
     # When it is restarted in place
     kill(stack.baton, pid_of(stack.baton, home))
     # Then the index knows nothing of it within seconds
-    until(lambda: home not in stack.workers() and stack.indexed() <= others, 30, stack.indexed)
+    until(lambda: home not in stack.workers() and stack.indexed() <= known - 8, 60, stack.indexed)
     until(lambda: len(stack.workers()) == 2 and stack.baton.answers(), 60, stack.workers)
     first = stack.ask([*prefix, 5])
     assert first.cached == 0
@@ -218,6 +216,21 @@ def test_op44_the_index_does_not_outlive_a_workers_cache(stack: CachedStack) -> 
     assert stack.total(names.PREFIX_HITS, "decode") - hits == told
     assert len(served) == 2
     assert stack.warm(prefix, 8 * BLOCK).said == warm.said
+
+
+def held_by_one(stack: CachedStack) -> tuple[list[int], Answer]:
+    """A prefix of eight blocks that only one worker was asked for, and what it said when it was warm."""
+    for seed in range(44, 60):
+        prefix, answers = tokens(100 * seed, 8 * BLOCK + 1), list[Answer]()
+
+        def warm(prefix: list[int] = prefix, answers: list[Answer] = answers) -> bool:
+            answers.append(stack.ask(prefix))
+            return answers[-1].cached == 8 * BLOCK
+
+        until(warm, 30)
+        if len({stack.worker_of(answer) for answer in answers}) == 1:
+            return prefix, answers[-1]
+    raise AssertionError("no prefix stays at one worker")
 
 
 async def crowd(stack: CachedStack, prefix: list[int]) -> list[Answer]:

@@ -58,6 +58,19 @@ def test_defaults_are_the_batcher_s_and_prefill_has_a_budget_of_its_own(tmp_path
     assert (config.batch_size, config.batch_window_s) == (plain.batch_size, plain.batch_window_s)
 
 
+def test_how_blocks_are_given_up_arrives_at_the_pool(tmp_path: Path) -> None:
+    flags = {"workers.fake": True, "kv.dir": str(tmp_path), "kv.pool_bytes": "65536"}
+    for given, eviction in (({}, "reuse"), ({"kv.eviction": "recency"}, "recency")):
+        settings = load_settings(flags | given, {}, None).settings
+        core = open_worker_engine(worker_options(settings, "decode", {}), WorkerId("decode-1"))
+        try:
+            assert [group.eviction for group in core.engine._batcher.pool.groups] == [eviction]
+        finally:
+            core.stop(1.0)
+    with pytest.raises(SettingsError, match=r"kv\.eviction"):
+        load_settings({"kv.eviction": "best"}, {}, None)
+
+
 @pytest.mark.parametrize(
     ("interval", "target", "seconds"),
     [
