@@ -103,6 +103,7 @@ def _worker(worker: Mapping[str, Any], gauges: bool) -> str:
     used = total - sum(worker["free_blocks"])
     slots = f"{worker['running']}/{worker['max_sequences']}" if worker["max_sequences"] else str(worker["running"])
     notes = "".join(f"  {note}" for note in ("fake", "draining", "stalled") if worker.get(note))
+    notes += f"  {'+'.join(classes)}" if (classes := worker.get("classes")) else ""
     blocks = f"{gauge(used, total)} {used}/{total}".ljust(25) if gauges else f"{used}/{total}".ljust(11)
     return (
         f"{cut(worker['id'], _NAME - 1):<{_NAME}}{worker['role']:<8}{slots:>8}{worker['waiting']:>8}"

@@ -120,6 +120,7 @@ def _worker(beat: WorkerBeat, age_s: float) -> dict[str, Any]:
         "fake": beat.fake,
         "draining": beat.draining,
         "stalled": beat.stalled,
+        "classes": list(beat.classes),
         "running": beat.running,
         "waiting": beat.waiting,
         "max_sequences": beat.max_sequences,

@@ -35,7 +35,7 @@ def cluster(**more: Any) -> dict[str, Any]:
             "tenants": [{"tenant": "acme", "class": "interactive", "weight": 4.0, "waiting": 2, "running": 1}],
         },
         "ingresses": [{"id": "gateway-1", "requests": 5, "age_s": 0.2}, {"id": "batch-1", "requests": 9, "age_s": 0.4}],
-        "workers": [worker(), worker("prefill-1", "prefill", 100, fake=True)],
+        "workers": [worker(classes=["batch"]), worker("prefill-1", "prefill", 100, fake=True)],
     } | more
 
 
@@ -55,6 +55,7 @@ def test_a_frame_shows_queues_workers_and_requests() -> None:
         "3 queued (interactive 2, batch 1)  2 running  term 2",
         "waiting    acme 2 interactive (weight 4)",
         "████········ 40/100",
+        "  batch",
         "············ 0/100",
         "2/32",
         "fake",
