@@ -109,7 +109,8 @@ class TcpTransport:
             known = self._idle.pop(pull.source, None)
         if known is None:
             return None
-        if known.address != pull.kv.address or _has_ended(known.wire):
+        old = time.monotonic() - known.used_at > self._limits.idle_s / 2
+        if old or known.address != pull.kv.address or _has_ended(known.wire):
             known.wire.close()
             return None
         return known

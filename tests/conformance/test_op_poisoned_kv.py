@@ -8,8 +8,8 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from shared.contracts import messages as m
@@ -19,6 +19,7 @@ from shared.contracts.sampling import SamplingParams
 from shared.engine.batcher import Batcher
 from shared.engine.worker_engine import WorkerEngine, WorkerOptions
 from shared.engine.worker_shell import WorkerShell
+from tests.native import require_native
 from tests.pipeline.worker_support import Cell, attempt, cell, until
 from tests.tiny_models import make_tiny_model
 
@@ -39,7 +40,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def workers(model_dir: Path, folder: Path) -> AsyncIterator[Cell]:
+async def workers(model_dir: Path, folder: Path, **changes: Any) -> AsyncIterator[Cell]:
     """With so small a pool that every block is soon used by another."""
     options = WorkerOptions(
         model_dir=model_dir,
@@ -53,7 +54,8 @@ async def workers(model_dir: Path, folder: Path) -> AsyncIterator[Cell]:
         self_check=False,
         calibrate=False,
     )
-    async with cell(options, dataclasses.replace(options, chunk_size=2 * BLOCK)) as running:
+    options = dataclasses.replace(options, **changes)
+    async with cell(options, dataclasses.replace(options, chunk_size=2 * options.chunk_size)) as running:
         yield running
         await running.driver.idle([running.decode_id, running.prefill_id], WAIT_S)
         await running.check()
@@ -79,8 +81,9 @@ async def has_begun(c: Cell, name: str, tokens: int = 3) -> None:
 
 
 def poison(shell: WorkerShell, block: int) -> None:
-    """Every second element of a block is a NaN from now on."""
-    np.frombuffer(shell.core.pool.span(0, block), dtype=np.float32)[::2] = np.nan
+    """Every element of a block, or every scale, is a NaN from now on."""
+    span = shell.core.pool.span(0, block)
+    span[:] = b"\xff" * len(span)
 
 
 async def holds_numbers_only(shell: WorkerShell) -> None:
@@ -88,7 +91,7 @@ async def holds_numbers_only(shell: WorkerShell) -> None:
 
     def bad() -> list[int]:
         blocks = range(shell.core.facts.layout.num_blocks[0])
-        return [i for i in blocks if not np.isfinite(np.frombuffer(shell.core.pool.span(0, i), np.float32)).all()]
+        return [i for i in blocks if not WorkerEngine.are_finite(shell.core, [(0, i, 0, 0)])]
 
     await until(lambda: not bad(), WAIT_S)
 
@@ -125,6 +128,25 @@ async def test_op54_a_bad_block_ends_its_request_alone(model_dir: Path, tmp_path
         for turn, seed in itertools.product(range(6), range(4)):
             output, record = await answer(c, f"req-l{turn}-{seed}", prompt_of(seed))
             assert (output, record.finish) == (refs[seed], "length")
+
+
+@pytest.mark.parametrize("kv", ["auto", "float16", "int8"])
+async def test_op54_whatever_kv_is_kept_in(model_dir: Path, tmp_path: Path, kv: str) -> None:
+    """By the kernels that serve by default, which compute with integers where KV has scales."""
+    require_native()
+    formats = {"kernels": "native", "dtype": "bfloat16", "kv_dtype": kv, "block_size": 32, "chunk_size": 32}
+    async with workers(model_dir, tmp_path, **formats) as c:
+        refs = {seed: (await answer(c, f"req-r{seed}", prompt_of(seed)))[0] for seed in range(2)}
+        await begin(c, "req-bad", prompt_of(0), LONG)
+        await begin(c, "req-n", prompt_of(1), SHORT)
+        await has_begun(c, "req-bad")
+        poison(c.decode.shell, (await blocks_of(c, "req-bad"))[1])
+        assert (await c.driver.final("req-bad", WAIT_S)).finish == "error"
+        await c.driver.final("req-n", WAIT_S)
+        assert c.driver.output("req-n") == refs[1]
+        await holds_numbers_only(c.decode.shell)
+        for turn, seed in itertools.product(range(4), range(2)):
+            assert (await answer(c, f"req-l{turn}-{seed}", prompt_of(seed)))[0] == refs[seed]
 
 
 def tags_of(name: str, count: int) -> tuple[GroupTags, ...]:
