@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from opentelemetry.trace import Status, StatusCode
+
 from services.decode.held import Held
 from shared.contracts import subjects
 from shared.engine.batcher import Batcher
@@ -30,6 +32,10 @@ MAPPED = ""
 """The lane of pulls through mapped memory; others are named after their source."""
 OUT_OF_REACH = (UNREADABLE, UNREACHABLE, TIMED_OUT)
 """Heads of errors of the way to a peer. One that closes a connection may only have ended a lease."""
+
+
+NO_FAULTS = ("", "closed", "placed_locally", "prefill_failed")
+"""Heads of reasons that are no fault of the hand-off's own; of a prefill that failed, its own span tells."""
 
 
 class HandoffIn:
@@ -164,9 +170,13 @@ class HandoffIn:
             self._shell.post(lambda batcher: batcher.unpin(seq_id))
 
     def _end_span(self, held: Held, reason: str) -> None:
-        stats = held.pulls
+        stats, failed = held.pulls, reason.partition(":")[0] not in NO_FAULTS
         if stats.span is None:
-            return
+            if not failed:
+                return
+            stats.span = self._shell.tracer.start_span("handoff.pull", context=held.context)
+        if failed:
+            stats.span.set_status(Status(StatusCode.ERROR))
         stats.span.set_attributes(
             {
                 a.BYTES: stats.num_bytes,

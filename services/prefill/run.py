@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.trace import Status, StatusCode
 
+from shared.contracts.errors import BatonError, to_wire
 from shared.contracts.grants import Scope
 from shared.contracts.ids import WorkerId
 from shared.engine.batcher import Reservation
-from shared.kv.handoff import Source
+from shared.kv.handoff import Source, SourceEffect
 from shared.telemetry import attributes as a
 
 
@@ -29,6 +31,12 @@ class Run:
     chunks: int = 0
     naming: bool = False  # digests are being computed in the digest thread
     ended: bool = False  # computed; its blocks wait to be pulled
+
+    def fail(self, error: BatonError, now: float) -> SourceEffect:
+        """Tell the decode worker, which goes on alone from what it has pulled, and the span."""
+        self.span.set_attribute(a.ERROR_CODE, error.code)
+        self.span.set_status(Status(StatusCode.ERROR))
+        return self.source.fail(to_wire(error), now)
 
     def end_span(self, now: float, worker: WorkerId, *, fake: bool) -> None:
         """End the span, once, with what is known of the run."""

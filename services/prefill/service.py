@@ -104,9 +104,9 @@ class PrefillWorker:
     async def stop(self, limit_s: float) -> None:
         """Stop in the order `worker_shell` gives reasons for. Decode workers go on alone from what they pulled."""
         if not await self.shell.drain(lambda: len(self.table) == 0, limit_s):
-            error = to_wire(Overloaded("the prefill worker was stopped", code=WORKER_STOPPING))
+            error = Overloaded("the prefill worker was stopped", code=WORKER_STOPPING)
             for run in list(self._runs.values()):
-                self._apply([run.source.fail(error, self.shell.clock())])
+                self._apply([run.fail(error, self.shell.clock())])
                 self._apply(self.table.cancel(run.source.attempt, "stopping"))
         for subscription in self._subscriptions:
             await subscription.stop()
@@ -233,7 +233,7 @@ class PrefillWorker:
         named = [run for run in self._runs.values() if self.purges.generations.is_over(run.scope)]
         for run in named:
             self.shell.tagger.chains.forget(run.seq_id)
-            self._apply([run.source.fail(to_wire(purged()), self.shell.clock())])
+            self._apply([run.fail(purged(), self.shell.clock())])
             self._apply(self.table.cancel(run.source.attempt, PURGED))
         return len(named)
 
@@ -289,8 +289,7 @@ class PrefillWorker:
                 continue
             if update.finish == ERROR:
                 log.error("%s failed: %s", run.source.attempt.request_id, update.detail, extra={"span": run.span})
-                error = to_wire(Internal("prefill failed", code="engine_error"))
-                self._apply([run.source.fail(error, self.shell.clock())])
+                self._apply([run.fail(Internal("prefill failed", code="engine_error"), self.shell.clock())])
                 continue
             run.computed = update.num_computed_tokens
             run.chunks += 1
@@ -341,7 +340,7 @@ class PrefillWorker:
                 self._apply([source.name(computed, named, reservation.num_cached_tokens, self.shell.clock())])
         except Exception:
             log.exception("blocks of %s could not be named", source.attempt.request_id, extra={"span": run.span})
-            self._apply([source.fail(to_wire(Internal("digest failed")), self.shell.clock())])
+            self._apply([run.fail(Internal("digest failed"), self.shell.clock())])
         finally:
             run.naming = False
 
@@ -349,8 +348,7 @@ class PrefillWorker:
         """Its KV is no good: the decode worker computes the prompt itself, and what is here is used by nobody."""
         log.error("KV of %s is not finite", run.source.attempt.request_id, extra={"span": run.span})
         self.shell.post(lambda batcher: batcher.distrust(run.seq_id))
-        error = to_wire(Internal("the KV is not finite", code="engine_error"))
-        self._apply([run.source.fail(error, self.shell.clock())])
+        self._apply([run.fail(Internal("the KV is not finite", code="engine_error"), self.shell.clock())])
 
     def _apply(self, effects: Iterable[SourceEffect]) -> None:
         for effect in effects:

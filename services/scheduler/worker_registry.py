@@ -20,6 +20,8 @@ from shared.contracts.parts import AttemptProgress, ClassRoom
 QUIET_S = 2.5
 """Two beats and a half: a worker silent for longer is asked whether it is there."""
 ASK_EVERY_S = 1.0
+FITS = ("model_digest", "block_sizes", "numerics", "token_bytes")
+"""What of a beat goes into the fingerprint, and says more than that to who reads the log."""
 UNRESPONSIVE_S = 5.0
 """One silent for so long that did not answer either gets nothing new."""
 REMEMBER_LOST_S = 60.0
@@ -109,7 +111,8 @@ class WorkerRegistry:
         """The first live worker sets the pool's fingerprint; fakes and real workers never share a pool either."""
         for entry in self._entries.values():
             if entry.beat.fingerprint != beat.fingerprint:
-                return RefusedWorker(beat.worker, "fingerprint", beat.fingerprint, entry.beat.fingerprint)
+                unlike = next((f for f in FITS if getattr(entry.beat, f) != getattr(beat, f)), "fingerprint")
+                return RefusedWorker(beat.worker, unlike, str(getattr(beat, unlike)), str(getattr(entry.beat, unlike)))
             if entry.beat.fake != beat.fake:
                 return RefusedWorker(beat.worker, "fake", str(beat.fake), str(entry.beat.fake))
             break

@@ -1,69 +1,46 @@
-"""Cases of reference reports on stopping and on standing still, against a running stack of fake workers."""
+"""Cases of reference reports on processes that stop, stand still or die, against a running stack of fake workers."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
 from services.cli.state import StateFolder
 from shared.lifecycle.ready import read_ready
-from tests.fault_switch import FOLDER_VARIABLE, blocks_step
-from tests.stack.running import MODEL, Baton, until
+from tests.conformance.faulty_stack import faults_of, faulty_stack, readiness, said, told_to_come_back
+from tests.fault_switch import blocks_step, fails_step, holds_pull
+from tests.stack.running import Baton, until
 from tests.stack.streams import END_S, Stream, busy_worker, pid_of, recovered
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 PROMPT = list(range(1000, 1020))
 STREAMS = 10
-DRAIN_S = 10
-STALL_S, HANG_S = 3, 14
 LONG = 7000
 """Tokens that take longer than the drain limit."""
+LONG_PROMPT = 6000
+"""Tokens; one decode worker would take so long for it beside what it decodes that it is handed off."""
 FAST_S = 20.0
 """A refusal comes within 5 s of the loss being known, which takes 5 s at most; here others may compute."""
 
 
 @pytest.fixture(scope="module")
 def fakes(tmp_path_factory: pytest.TempPathFactory, default_model_dir: Path) -> Iterator[Baton]:
-    """One prefill and two decode workers of fake tokens, which can be told to get stuck."""
-    folder = tmp_path_factory.mktemp("operations")
-    faults = folder / "faults"
-    faults.mkdir()
-    baton = Baton(folder / "state", {FOLDER_VARIABLE: str(faults)})
-    settings = f"gateway.shutdown_s={DRAIN_S}", f"scheduler.worker_timeout_s={STALL_S}", f"lifecycle.hang_s={HANG_S}"
-    try:
-        baton.up("--fake", "--decode", "2", *(flag for setting in settings for flag in ("--set", setting)))
-        yield baton
-        baton.down()
-    finally:
-        baton.kill_all()
+    yield from faulty_stack(tmp_path_factory.mktemp("operations"))
 
 
-def readiness(stack: Baton) -> tuple[int, dict[str, bool]]:
-    response = httpx.get(f"{stack.url}/ready", timeout=10)
-    return response.status_code, response.json()["checks"]
-
-
-def said(stack: Baton, words: str) -> None:
-    """The supervisor has told of it."""
-    log = StateFolder(stack.folder).log("up")
-    until(lambda: re.search(words, log.read_text()), 60, lambda: log.read_text()[-2000:])
-
-
-def told_to_come_back(stack: Baton) -> None:
-    """A request is refused with 503 and when to come again."""
-    with pytest.raises(openai.APIStatusError) as refused:
-        stack.openai().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
-    assert refused.value.status_code == 503
-    assert int(refused.value.response.headers["retry-after"]) > 0
+@pytest.fixture(autouse=True)
+def switched_off(fakes: Baton) -> Iterator[None]:
+    """No test leaves a fault to the next."""
+    yield
+    for switch in faults_of(fakes).iterdir():
+        switch.unlink(missing_ok=True)
 
 
 def test_op67_sigterm_with_streams_open(fakes: Baton) -> None:
@@ -95,6 +72,7 @@ def test_op67_sigterm_with_streams_open(fakes: Baton) -> None:
         recovered(fakes)
 
 
+@pytest.mark.long
 def test_op67_a_second_signal_ends_it_at_once(fakes: Baton) -> None:
     stream = Stream(fakes, PROMPT, LONG).flowing()
     pid = fakes.pid("gateway")
@@ -120,7 +98,7 @@ def test_op68_green_health_on_a_dead_engine(fakes: Baton) -> None:
     (stopped,) = [worker for worker in workers if worker.startswith("decode") and worker != stuck]
     (prefill,) = [worker for worker in workers if worker.startswith("prefill")]
     # When its step does not end, the other does not run, and the prefill worker is killed
-    switch = blocks_step(Path(fakes.env[FOLDER_VARIABLE]), workers[stuck])
+    switch = blocks_step(faults_of(fakes), workers[stuck])
     switch.touch()
     os.kill(workers[stopped], signal.SIGSTOP)
     os.kill(workers[prefill], signal.SIGKILL)
@@ -151,4 +129,94 @@ def test_op68_green_health_on_a_dead_engine(fakes: Baton) -> None:
     assert any("Timeout (0:00:" in log.read_text() for log in StateFolder(fakes.folder).logs.glob("decode-*.log"))
     # And the stream that was caught in it has gone on to its end
     assert caught.end(END_S).text == expected
+    recovered(fakes)
+
+
+def handed_off(stack: Baton, number: int) -> Stream:
+    """A stream whose long prompt nobody holds any of; as the tokens say nothing to a fake, its answer is known."""
+    return Stream(stack, [1000 + (i + 37 * number) % 5000 for i in range(LONG_PROMPT)], 40)
+
+
+def prefill_load(stack: Baton) -> tuple[int, int, bool]:
+    """Attempts the prefill worker holds, tokens it has yet to compute, and whether all its blocks are free."""
+    (worker,) = [w for w in stack.get("/baton/cluster")["workers"] if w["role"] == "prefill" and w["age_s"] < 3]
+    return worker["attempts"], worker["queue_tokens"], worker["free_blocks"] == worker["total_blocks"]
+
+
+def hold_pulls(stack: Baton) -> list[Path]:
+    """Keep both decode workers from pulling; their switches."""
+    workers = [w["id"] for w in stack.get("/baton/cluster")["workers"] if w["role"] == "decode" and w["age_s"] < 3]
+    switches = [holds_pull(faults_of(stack), pid_of(stack, worker)) for worker in workers]
+    for switch in switches:
+        switch.touch()
+    return switches
+
+
+def busy(stack: Baton) -> list[Stream]:
+    """Neighbours on both decode workers, which make handing a prompt off worth it."""
+    return [Stream(stack, PROMPT, 3000).flowing() for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def told(fakes: Baton) -> str:
+    """What a long prompt is answered when nothing breaks."""
+    return handed_off(fakes, 0).end().text
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.long)])
+def test_op45_a_decode_worker_dies_after_the_handoff(fakes: Baton, told: str, rounds: int) -> None:
+    """Four requests instead of twenty, whose KV waits at the prefill worker when the decode worker dies."""
+    for number in range(rounds):
+        neighbours = busy(fakes)
+        switches = hold_pulls(fakes)
+        # Given prompts that are computed and wait to be pulled
+        streams = [handed_off(fakes, 10 * number + i) for i in range(4)]
+        until(lambda: prefill_load(fakes)[0] > 1 and prefill_load(fakes)[1] == 0, 60, lambda: prefill_load(fakes))
+        assert not prefill_load(fakes)[2]
+        # When one of the decode workers is killed
+        victim = busy_worker(fakes, "decode")
+        os.kill(pid_of(fakes, victim), signal.SIGKILL)
+        for switch in switches:
+            switch.unlink(missing_ok=True)
+        # Then every request is answered, by another where it has to be, and the prefill worker's blocks come back
+        assert [stream.end(END_S * 2).text for stream in streams] == [told] * 4
+        until(lambda: prefill_load(fakes) == (0, 0, True), 30, lambda: prefill_load(fakes))
+        for neighbour in neighbours:
+            neighbour.end(END_S * 2)
+        recovered(fakes)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["transfer", pytest.param("prefill", marks=pytest.mark.long), pytest.param("error", marks=pytest.mark.long)],
+)
+def test_op46_prefill_fails_while_decode_waits(fakes: Baton, told: str, moment: str) -> None:
+    neighbours = busy(fakes)
+    victim = fakes.pid("prefill")
+    switches = hold_pulls(fakes) if moment == "transfer" else []
+    failing = fails_step(faults_of(fakes), victim)
+    if moment == "error":
+        failing.touch()
+    stream = handed_off(fakes, 100 + len(moment))
+    # When the prefill worker is killed while it computes, or when all of it waits to be pulled; or answers errors
+    if moment == "prefill":
+        until(lambda: 0 < prefill_load(fakes)[1] < LONG_PROMPT * 0.7, 30, lambda: prefill_load(fakes))
+    elif moment == "transfer":
+        until(lambda: prefill_load(fakes)[:2] == (1, 0), 30, lambda: prefill_load(fakes))
+    if moment != "error":
+        os.kill(victim, signal.SIGKILL)
+    for switch in switches:
+        switch.unlink(missing_ok=True)
+    # Then the decode worker computes what is missing, and the answer is the same
+    assert stream.end(END_S).text == told
+    spans = fakes.trace(stream.id, "decode.run", "scheduler.place")
+    (run,) = [span["attributes"] for span in spans if span["name"] == "decode.run"]
+    reason = {"error": "prefill_failed:Internal/engine_error"}.get(moment, "prefill_died")
+    assert (run["baton.path"], run["baton.reason"]) == ("local", reason)
+    # And of all its spans one is an error, of the stage that failed
+    stage = "prefill.run" if moment == "error" else "handoff.pull"
+    spans = fakes.trace(stream.id, stage)
+    assert [span["name"] for span in spans if span.get("status") == "error"] == [stage]
+    for neighbour in neighbours:
+        neighbour.end(END_S * 2)
     recovered(fakes)

@@ -11,6 +11,8 @@ if sys.orig_argv[1:] == ["-m", "services.gateway"]:
 
     watch_gateways(AnswerWriter(Path(os.environ[FOLDER_VARIABLE])).take)
 elif "FAULTS_FOLDER" in os.environ and sys.orig_argv[1:] in (["-m", "services.prefill"], ["-m", "services.decode"]):
-    from tests.fault_switch import install
+    from tests.fault_switch import install, install_in_decode
 
     install(Path(os.environ["FAULTS_FOLDER"]))
+    if sys.orig_argv[2] == "services.decode":
+        install_in_decode(Path(os.environ["FAULTS_FOLDER"]))
