@@ -21,6 +21,7 @@ from shared.contracts.attempt import Attempt
 from shared.contracts.grants import Grant
 from shared.contracts.ids import Dispatch, Incarnation, Term, WorkerId
 from shared.contracts.message import decode
+from shared.contracts.sampling import SamplingParams
 from shared.engine.worker_engine import WorkerOptions, open_worker_engine
 from tests.pipeline.gateway_support import TOKENIZER, Backend, Stack, gateway_stack
 from tests.pipeline.worker_support import SIGNER, decode_worker, options
