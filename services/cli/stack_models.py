@@ -22,10 +22,13 @@ def with_models(settings: Settings, env: Mapping[str, str], say: Callable[[str],
         SettingsError: a folder is missing, or holds a model that cannot be served; names file and tensor. Or a class of
             requests has no decode worker, or more workers are named than there are.
     """
-    for model in served_models(settings):
+    for number, model in enumerate(served_models(settings)):
         for role in ("prefill", "decode"):
             if conflict := classes_conflict(model, role, settings.engine.classes):
-                raise SettingsError(f"{role}_classes of {model.name} {conflict}", param=f"workers.{role}_classes")
+                field = f"{role}_classes"
+                own = bool(settings.models) and getattr(settings.models[number], field) is not None
+                param = f"models.{number}.{field}" if own else f"workers.{field}"
+                raise SettingsError(f"{param} of model {model.name} {conflict}", param=param)
     fake = settings.workers.fake
     if not settings.models:
         path = _folder(settings.model.path, "model.path", settings.engine.quant, fake, env, say)
