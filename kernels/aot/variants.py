@@ -1,6 +1,7 @@
 """Which launches are compiled ahead: rows of sample arguments, as real models have them.
 
-An operation adds its rows here; each is a call of its host wrapper with small tensors.
+An operation adds its rows here; each is a call of its host wrapper with small tensors. Attention of float32 has none:
+its products are sums by threads, spill on every chip in every shape, and serve proofs only.
 """
 
 from __future__ import annotations

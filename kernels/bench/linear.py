@@ -46,7 +46,11 @@ def _case(name: str, out_features: int, in_features: int, rows: int) -> Case:
         peers: dict[str, Call] = {}
         if name == "plain":
             matrices = [weight.data for weight in weights]
-            peers["torch"] = lambda: [F.linear(x, matrix) for matrix in matrices]
+        else:  # what the same layer takes unquantized; as many as do not fit the cache
+            matrices = [matrix.clone() for _ in range(max(1, _COLD_BYTES // matrix.nbytes))]
+        # one call of ours is `copies` products
+        each = [matrices[i % len(matrices)] for i in range(copies)]
+        peers["torch" if name == "plain" else "torch bf16"] = lambda: [F.linear(x, matrix) for matrix in each]
         return lambda: [linear(x, weight) for weight in weights], peers
 
     shape = f"{name} M={rows} N={out_features} K={in_features} x{copies}"

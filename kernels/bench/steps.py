@@ -8,14 +8,17 @@ import torch
 import torch.nn.functional as F
 
 from kernels.activation.triton_kernel import silu_mul
+from kernels.bench import peers
 from kernels.bench.row import Case
+from kernels.embedding.triton_kernel import embed
 from kernels.linear.triton_weights import DeviceWeight, plain
 from kernels.moe.triton_kernel import experts, route, stacked
-from kernels.norm.triton_kernel import add_rms_norm
+from kernels.norm.triton_kernel import add_rms_norm, rms_norm_heads
 from kernels.rotary.triton_kernel import rotary_store_kv
 from kernels.sampling.triton_kernel import sample
 from kernels.sampling.triton_logprobs import top_logprobs
 from kernels.sampling.triton_rows import MAX_BIASES, NO_BIAS, Bias, Mask, Penalties, SamplingRows
+from kernels.sampling.triton_verify import verify
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 Call = Callable[[], object]
@@ -25,7 +28,9 @@ _BF16 = torch.bfloat16
 def cases() -> Iterator[Case]:
     # fewer rows than these stay in the cache, and their time is that of a launch
     for rows in (1, 256, 16384):
+        yield _embedding(rows)
         yield _norm(rows)
+        yield _norm_heads(rows)
         yield _activation(rows)
         yield _rotary(rows)
     for rows in (1, 64, 256):
@@ -34,6 +39,7 @@ def cases() -> Iterator[Case]:
         for asked in sorted({0, min(8, rows), rows}):
             yield _adjusted(rows, asked)
         yield _top(rows)
+    yield _verify(64, 4)
     for tokens in (1, 64, 4096):
         yield _experts(tokens)
 
@@ -59,6 +65,30 @@ def _norm(rows: int) -> Case:
     return Case("residual and norm", f"rows {rows}", 4 * 2 * rows * HIDDEN, 0, make)
 
 
+def _norm_heads(rows: int) -> Case:
+    """In place, over the query and key heads of a row that values follow."""
+    heads = HEADS + KV_HEADS
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        qkv = torch.randn(rows, heads + KV_HEADS, HEAD_DIM, dtype=_BF16, device="cuda")
+        weight = torch.randn(HEAD_DIM, dtype=_BF16, device="cuda")
+        torch_way = lambda: qkv[:, :heads].copy_(F.rms_norm(qkv[:, :heads], (HEAD_DIM,), weight, 1e-5))  # noqa: E731
+        return lambda: rms_norm_heads(qkv[:, :heads], weight, 1e-5), {"torch": torch_way}
+
+    return Case("norm of heads", f"rows {rows}", 2 * 2 * rows * heads * HEAD_DIM, 0, make)
+
+
+def _embedding(rows: int) -> Case:
+    def make() -> tuple[Call, dict[str, Call]]:
+        table = torch.randn(VOCAB, HIDDEN, dtype=_BF16, device="cuda")
+        ids = torch.randint(0, VOCAB, (rows,), dtype=torch.int32, device="cuda")
+        source = torch.full_like(ids, -1)
+        torch_way = lambda: F.embedding(ids, table)  # noqa: E731
+        return lambda: embed(ids, source, ids, table, 1.0), {"torch": torch_way}
+
+    return Case("embedding", f"rows {rows}", 2 * 2 * rows * HIDDEN, 0, make)
+
+
 def _activation(rows: int) -> Case:
     def make() -> tuple[Call, dict[str, Call]]:
         gate_up = torch.randn(rows, 2 * WIDTH, dtype=_BF16, device="cuda")
@@ -76,7 +106,8 @@ def _rotary(rows: int) -> Case:
         table = torch.randn(rows, 2, HEAD_DIM, device="cuda")
         index = torch.arange(rows, device="cuda")
         pool = torch.empty(-(-rows // 16), 2, KV_HEADS, 16, HEAD_DIM, dtype=_BF16, device="cuda")
-        return lambda: rotary_store_kv(qkv, table, index, pool, index, HEADS), {}
+        torch_way = lambda: peers.rotary_store(qkv, table, index, pool, index, HEADS)  # noqa: E731
+        return lambda: rotary_store_kv(qkv, table, index, pool, index, HEADS), {"torch": torch_way}
 
     moved = rows * (2 * 2 * heads * HEAD_DIM + 2 * 4 * HEAD_DIM)
     return Case("rotary and store", f"rows {rows}", moved, 0, make)
@@ -98,9 +129,27 @@ def _sample(rows: int, name: str, temperature: float, top_k: int, top_p: float, 
             index,
             index,
         )
-        return lambda: sample(logits, how), {}
+        torch_way = lambda: peers.sample(logits, temperature, top_k, top_p, min_p)  # noqa: E731
+        return lambda: sample(logits, how), {"torch": torch_way}
 
     return Case("sampling", f"rows {rows} {name}", 4 * rows * VOCAB, 0, make)
+
+
+def _verify(sequences: int, each: int) -> Case:
+    """Greedy rows of drafts; all of them are right for nobody."""
+    rows = sequences * each
+
+    def make() -> tuple[Call, dict[str, Call]]:
+        logits = torch.randn(rows, VOCAB, device="cuda")
+        zeros = torch.zeros(rows, device="cuda")
+        index = torch.arange(rows, device="cuda")
+        how = SamplingRows(zeros, zeros.int(), zeros.double() + 1, zeros.double(), index, index)
+        cu_rows = torch.arange(0, rows + 1, each, dtype=torch.int32, device="cuda")
+        drafts = zeros.int()
+        torch_way = lambda: (logits.argmax(-1).view(sequences, each) == drafts.view(sequences, each)).cumprod(-1)  # noqa: E731
+        return lambda: verify(logits, how, drafts, cu_rows), {"torch": torch_way}
+
+    return Case("verification", f"sequences {sequences} rows {each}", 4 * rows * VOCAB, 0, make)
 
 
 def _adjusted(rows: int, asked: int) -> Case:
@@ -156,7 +205,8 @@ def _experts(tokens: int, num_experts: int = 8, top_k: int = 2) -> Case:
             ids, shares = route(router, top_k)
             return experts(x, up, down, ids, shares)
 
-        return call, {}
+        torch_way = lambda: peers.experts(x, up.data, down.data, router, top_k)  # noqa: E731
+        return call, {"torch, all experts": torch_way} if tokens < 1000 else {}
 
     used = min(num_experts, tokens * top_k)
     matrix = 3 * HIDDEN * WIDTH

@@ -15,10 +15,14 @@ from kernels.testing import DEVICE, INTERPRETED
 # isort: split
 from triton.runtime.interpreter import GridExecutor
 
+from kernels import moe
+from kernels.bench import peers
 from kernels.bench.__main__ import SUITES, cases, line, main, missing, run
 from kernels.bench.limits import Limits
 from kernels.bench.row import Case
 from kernels.chip import pretend
+from kernels.rotary import frequencies, rotary_table
+from kernels.rotary.triton_kernel import rotary_store_kv
 from loadtest import device_model
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
@@ -62,6 +66,38 @@ def test_every_case_of_the_bench_is_one_its_wrappers_take(suite: str, monkeypatc
             for peer in peers.values():
                 peer()
         assert len(launched) > before, case.shape
+
+
+def test_peers_do_the_work_that_they_are_measured_for() -> None:
+    """A ratio to something else would say nothing."""
+    torch.manual_seed(0)
+    rows, heads, kv_heads = 6, 4, 2
+    qkv, table = torch.randn(rows, heads + 2 * kv_heads, 64), rotary_table(frequencies.plain(64, 1e4), 9, torch.float32)
+    pools = torch.zeros(2, 3, 2, kv_heads, 16, 64)
+    positions, slots = torch.arange(rows) + 3, torch.tensor([5, 47, 0, 17, 16, 30])
+    ours, theirs = qkv.clone(), qkv.clone()
+    rotary_store_kv(ours, table, positions, pools[0], slots, heads)
+    peers.rotary_store(theirs, table, positions, pools[1], slots, heads)
+    assert torch.allclose(ours[:, :heads], theirs[:, :heads], atol=1e-5)
+    assert torch.allclose(pools[0], pools[1], atol=1e-5)
+
+    x, router = torch.randn(5, 32), torch.randn(5, 4)
+    up, down = torch.randn(4, 48, 32), torch.randn(4, 32, 24)
+    ids, shares = moe.route(router, 2)
+    wanted = moe.experts(x, up, down, ids, shares)
+    assert torch.allclose(peers.experts(x, up, down, router, 2), wanted, rtol=1e-4, atol=1e-4)
+
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    for asked, left in (
+        ((0.0, 0, 1.0, 0.0), 1),
+        ((1.0, 2, 1.0, 0.0), 2),
+        ((1.0, 0, 0.7, 0.0), 2),
+        ((1.0, 0, 1.0, 0.2), 3),
+    ):
+        found = peers.sample(logits, *asked).bincount(minlength=4) / 4000
+        shares = torch.tensor([0.5, 0.3, 0.15, 0.05])[:left]
+        assert torch.allclose(found[:left], shares / shares.sum(), atol=0.05)
+        assert int((found[left:] > 0).sum()) == 0
 
 
 def test_cases_of_float8_are_left_out_where_a_card_has_none() -> None:
