@@ -28,8 +28,9 @@ class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 class TenantRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tenant. `version` changes whenever anything about it does.
 
-    `models` empty = every model. `weight` is its share against other tenants inside a worker's step. `retention_s`: how
-    long its KV is kept after use, as in `Grant`, and at most what it stores, and its traces (`docs/security.md`).
+    `models` empty = every model. `weight` is its share against other tenants in the queue and inside a worker's step.
+    `retention_s`: how long its KV is kept after use, as in `Grant`, and at most what it stores, and its traces
+    (`docs/security.md`).
     """
 
     id: TenantId

@@ -71,6 +71,7 @@ class Book:
             weight=grant.weight,
             cost=record.cost,
             again=again,
+            resumed=record.submit.attempt.epoch > 1,
         )
 
     def requeue(self, record: Record, reason: str) -> None:

@@ -12,8 +12,12 @@ from shared.contracts.ids import RequestId, TenantId
 
 @dataclass(frozen=True, slots=True, order=True)
 class Waiting:
-    """A request in the queue, ordered by arrival. `cost`: tokens to be computed for it, as predicted."""
+    """A request in the queue, ordered by arrival, those that ran before first (`fresh` is False for them).
 
+    `cost`: tokens to be computed for it, as predicted.
+    """
+
+    fresh: bool
     arrival_s: float
     order: int
     request_id: RequestId
@@ -23,12 +27,13 @@ class Waiting:
     cost: float = 1.0
 
 
-Rank = tuple[float, float, Waiting]
+Rank = tuple[bool, float, float, Waiting]
 
 
 def _rank(served: float, first: Waiting) -> Rank:
-    """Of equals the one with the smaller request goes first, of equals in that too who came first."""
-    return served, first.cost / first.weight, first
+    """What ran before goes first: its client has been promised the rest. Then who was served least; of equals the one
+    with the smaller request, of equals in that too who came first."""
+    return first.fresh, served, first.cost / first.weight, first
 
 
 class ClassLane:

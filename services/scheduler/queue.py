@@ -8,7 +8,8 @@ Three rules, the first that names somebody holds:
 2. Passed over: interactive before analysis before batch; but a class that was passed over for `PASSES` times its head's
    tokens by higher classes has the next turn, the highest such class first. Only placements count: a head that waits
    for blocks does not use up others' turns.
-3. Inside a class the tenant that was served least, in tokens over weight; inside a tenant first in first out.
+3. Inside a class what ran before, on a worker that was lost; then the tenant that was served least, in tokens over
+   weight; inside a tenant first in first out.
 
 Both the first and the third charge alike. So of two tenants of a class that wait all the time neither is ever served
 more than the other, in tokens over weight, by more than the sum of their two largest requests, twice that with late
@@ -70,6 +71,7 @@ class FairQueue:
         weight: float = 1.0,
         cost: float = 1.0,
         again: bool = False,
+        resumed: bool = False,
     ) -> None:
         """Queue at the place `arrival_s` gives among its tenant's, ties by `order`.
 
@@ -77,11 +79,13 @@ class FairQueue:
 
         Args:
             cost: tokens to be computed, as predicted; what it is charged for is told to `begin`.
+            resumed: it ran before, on a worker that was lost: it goes before all of its class that have not.
             again: it was queued before: its tenant's counter is left as it is, and it stands where it stood.
         """
         if request_id in self._where:
             return
-        waiting = Waiting(arrival_s, order, request_id, class_of(klass), tenant, sane_weight(weight), cost)
+        lane, fresh = class_of(klass), not resumed
+        waiting = Waiting(fresh, arrival_s, order, request_id, lane, tenant, sane_weight(weight), cost)
         self._lanes[waiting.klass].add(waiting, again=again)
         self._where[request_id] = waiting
 
@@ -142,8 +146,9 @@ class FairQueue:
         """The first requests of tenants that are due, with when they were, but of those too far ahead."""
         for klass, max_wait_s in self._max_wait_s.items():
             lane = self._lanes[klass]
-            least = lane.shares.least() if lane else None
-            for tenant in lane.tenants() if least is not None else ():
+            if (least := lane.shares.least()) is None:
+                continue
+            for tenant in lane.tenants():
                 first = lane.first(tenant)
                 ahead = lane.shares.account(tenant).served - least
                 if first.arrival_s + max_wait_s <= now and ahead <= first.cost / first.weight:
@@ -190,7 +195,7 @@ class FairQueue:
     def ahead(self, klass: str, tenant: TenantId = NOBODY, weight: float = 1.0, cost: float = 1.0) -> list[RequestId]:
         """The same for a newcomer."""
         last = float("inf")
-        return self._before(Waiting(last, 0, RequestId(""), class_of(klass), tenant, sane_weight(weight), cost))
+        return self._before(Waiting(True, last, 0, RequestId(""), class_of(klass), tenant, sane_weight(weight), cost))
 
     def _before(self, waiting: Waiting) -> list[RequestId]:
         higher = CLASSES[: CLASSES.index(waiting.klass)]

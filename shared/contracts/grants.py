@@ -56,8 +56,8 @@ class Grant(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     `expires_s` is a wall-clock unix time in seconds (Redis time), after which no new work starts under the grant.
     `budget_s` is how long the request may take from admission. `retention_s` is how long KV blocks of this request may
     stay in a worker after it ends (-1 = as long as there is room, 0 = never cached). `weight` is the tenant's share
-    inside a worker's step; the scheduler's queue does not look at it yet. Not yet in force: `priority`, and of
-    `placement` all but `models`, which policy itself checks.
+    in the scheduler's queue and inside a worker's step. Not yet in force: `priority`, and of `placement` all but
+    `models`, which policy itself checks.
     """
 
     request_id: RequestId

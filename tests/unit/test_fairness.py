@@ -148,6 +148,20 @@ def test_a_request_put_back_has_cost_nothing_and_stands_where_it_stood() -> None
     assert serve(queue, {}, 3) == ["a", "b", "b2"]
 
 
+def test_what_ran_before_goes_first_in_its_class_whatever_its_tenant_was_served() -> None:
+    queue = FairQueue()
+    for i in range(3):
+        push(queue, f"a{i}", A)
+        push(queue, f"b{i}", B)
+    assert serve(queue, {"a0": 100.0}, 1) == ["a0"]
+    queue.push(RequestId("resumed"), "interactive", 50.0, 9, tenant=A, resumed=True)
+    queue.push(RequestId("batch"), "batch", 50.0, 10, tenant=B, resumed=True)
+    assert queue.before(RequestId("resumed")) == []
+    assert queue.ahead("interactive", B, cost=1.0)[:2] == ["b0", "b1"]
+    assert "resumed" in queue.ahead("interactive", B, cost=1.0)
+    assert serve(queue, {}, 7) == ["resumed", "b0", "b1", "b2", "a1", "a2", "batch"]
+
+
 def test_a_late_request_passes_classes_but_only_a_share_of_the_tokens() -> None:
     queue = FairQueue(max_wait_s={"batch": 10.0})
     for i in range(200):
