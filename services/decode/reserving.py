@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from services.decode.held import Held
 from shared.contracts.errors import ContextExceeded, Forbidden, InvalidInput, ProtocolError
 from shared.contracts.grants import Grant
@@ -16,6 +18,7 @@ from shared.engine.worker_engine import WorkerFacts
 from shared.engine.worker_shell import WorkerShell
 from shared.kv.block_table import BlockTable
 from shared.kv.handoff import Sink
+from shared.kv.layout import PoolLayout
 from shared.telemetry import attributes as a
 
 
@@ -48,6 +51,22 @@ def require_sane(message: Reserve, grant: Grant, facts: WorkerFacts) -> None:
     for sampling in message.sampling:
         if prompt + sampling.max_tokens > max_positions:
             raise ContextExceeded(f"{prompt} + {sampling.max_tokens} tokens exceed the context of {max_positions}")
+
+
+def within_pool(message: Reserve, layout: PoolLayout) -> Reserve:
+    """The request with outputs no longer than the pool bears, where nobody asked for that length.
+
+    The last token of an output is never computed, so takes no slot.
+    """
+    slots = min(n * group.block_size for n, group in zip(layout.num_blocks, layout.groups, strict=True))
+    most = slots + 1 - message.num_prompt_tokens
+    sampling = tuple(
+        msgspec.structs.replace(choice, max_tokens=most)
+        if choice.open_ended and 0 < most < choice.max_tokens
+        else choice
+        for choice in message.sampling
+    )
+    return message if sampling == message.sampling else msgspec.structs.replace(message, sampling=sampling)
 
 
 def finish_of_resumed(held: Held, eos_token_ids: frozenset[int]) -> str:

@@ -136,6 +136,7 @@ class DecodeWorker:
         try:
             grant = self._verify(message.grant)
             self.purges.generations.require_live(grant.scope)
+            message = reserving.within_pool(message, self.shell.core.facts.layout)
             reserving.require_sane(message, grant, self.shell.core.facts)
             # before anything is held: whoever cancels meanwhile must find all of it or nothing
             for grammar in {choice.grammar for choice in message.sampling if choice.grammar}:

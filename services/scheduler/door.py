@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.scheduler import forecast
 from services.scheduler.book import Book
 from services.scheduler.forecast import Ahead
-from services.scheduler.placement import Ask, WorkerView, room_of_idle
+from services.scheduler.placement import Ask, WorkerView, room_of_idle, within_pools
 from services.scheduler.placer import Placer, TableLimits
 from services.scheduler.promises import Line, Promises, digest_of
 from services.scheduler.queue import sane_weight
@@ -82,9 +82,17 @@ class Door:
 
     def _too_large(self, submit: m.Submit, grant: Grant) -> ContextExceeded | None:
         """What no worker could hold alone is told so at once, however many wait."""
-        prompt, asked = len(submit.token_ids) // 4, max((s.max_tokens for s in submit.sampling), default=1)
-        room = room_of_idle(self._registry.views(), Ask(prompt, asked, max(1, len(submit.sampling)), klass=grant.klass))
-        return None if room is None else ContextExceeded(larger_than_pool(room, prompt, asked))
+        ask = Ask(
+            num_tokens=len(submit.token_ids) // 4,
+            max_new_tokens=max((s.max_tokens for s in submit.sampling), default=1),
+            choices=max(1, len(submit.sampling)),
+            klass=grant.klass,
+            open_ended=all(s.open_ended for s in submit.sampling),
+        )
+        views = self._registry.views()
+        ask = within_pools(ask, views)
+        room = room_of_idle(views, ask)
+        return None if room is None else ContextExceeded(larger_than_pool(room, ask.num_tokens, ask.max_new_tokens))
 
     def _ahead(self, submit: m.Submit, grant: Grant) -> Ahead:
         queue, own = self._book.queue, submit.attempt.request_id

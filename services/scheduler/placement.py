@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.scheduler.affinity import TYPICAL_OUTPUT, Home, Load, choose_home
 from services.scheduler.handoff_cost import HandoffCost
@@ -91,6 +91,7 @@ class Ask:
     numerics: str = ""  # of earlier epochs' worker: preferred
     excluded: frozenset[WorkerId] = frozenset()
     klass: str = CLASSES[0]
+    open_ended: bool = False  # it ends where the largest pool does, if that is sooner
     scores_prompt: bool = False  # log-probabilities of the prompt are wanted, from where it is computed
 
     def blocks(self, view: WorkerView) -> tuple[int, ...]:
@@ -218,6 +219,12 @@ def room_of_idle(views: Sequence[WorkerView], ask: Ask) -> int | None:
     return max(rooms) if max(rooms) < ask.num_tokens + ask.max_new_tokens - 1 else None
 
 
+def within_pools(ask: Ask, views: Sequence[WorkerView]) -> Ask:
+    """The request, its output no longer than the largest pool bears if nobody asked for that length."""
+    room = room_of_idle(views, ask) if ask.open_ended else None
+    return ask if room is None else replace(ask, max_new_tokens=max(1, room + 1 - ask.num_tokens))
+
+
 def decode_candidates(ask: Ask, views: Sequence[WorkerView]) -> list[WorkerView]:
     """Decode workers that may be asked now. Where none could ever hold the request, any of them says so."""
     decodes = [v for v in views if v.role == "decode" and not v.draining and v.takes(ask.klass)]
@@ -241,6 +248,7 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
 
     Returns None when no decode worker has room: the request stays where it is in the queue.
     """
+    ask = within_pools(ask, views)
     candidates = decode_candidates(ask, views)
     if not candidates:
         return None

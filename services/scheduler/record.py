@@ -110,6 +110,7 @@ class Record:
             max_new_tokens=self.max_new_tokens,
             choices=self.choices,
             klass=self.grant.klass,
+            open_ended=all(s.open_ended for s in self.submit.sampling),
             scores_prompt=any(s.prompt_logprobs >= 0 for s in self.submit.sampling),
             held=held,
             numerics=self.submit.numerics,

@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int = -1  # the same of the prompt's tokens but the first
     grammar: str = ""  # the output keeps to it, from its first token on; as `shared.grammar` writes them
     prediction: bytes = b""  # token ids (u32 LE) that the output may turn out to be: guesses, which change no draw
+    open_ended: bool = False  # nobody asked for `max_tokens`: it is less where a worker's whole pool holds less
 
     @property
     def looks_back(self) -> bool:

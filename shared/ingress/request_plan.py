@@ -115,6 +115,7 @@ def make_plan(
         prompt=tuple(prompt),
         sampling=SamplingParams(
             max_tokens=max_tokens,
+            open_ended=request.output_limit is None,
             temperature=defaults.temperature if request.temperature is None else request.temperature,
             top_p=defaults.top_p if request.top_p is None else request.top_p,
             top_k=defaults.top_k if request.top_k is None else request.top_k,

@@ -128,6 +128,9 @@ async def test_op35_what_can_never_fit_is_refused_at_once_and_holds_up_nobody(st
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         seen = await stream(client, body(prompt, 125))
         assert (seen.finish, seen.tokens) == ("length", 125)
+        # Where no length was asked for, the output ends with the pool
+        seen = await stream(client, {name: value for name, value in body(prompt, 0).items() if name != "max_tokens"})
+        assert (seen.finish, seen.tokens) == ("length", 125)
         # Choices that could not all begin are told so too
         answer = await client.post("/v1/completions", json=body(long_prompt(2, 1000), 16) | {"n": 4})
         assert answer.status_code == 400, answer.text

@@ -133,6 +133,11 @@ async def test_refusals_say_why(tmp_path: Path) -> None:
         assert isinstance(answer, m.Refusal)
         assert (answer.error.code, answer.never) == ("ContextExceeded/context_length_exceeded", True)
         assert "hold 257 tokens" in answer.error.message  # 64 blocks of four, and a last one that takes no slot
+        answer = await c.driver.reserve(
+            c.decode_id, list(range(257)), sampling=SamplingParams(max_tokens=10, open_ended=True), a=attempt("req-p")
+        )
+        assert isinstance(answer, m.Refusal)
+        assert answer.never
         over = SamplingParams(max_tokens=9000)
         answer = await c.driver.reserve(c.decode_id, PROMPT, sampling=over, a=attempt("req-c"))
         assert isinstance(answer, m.Refusal)
@@ -260,6 +265,15 @@ async def test_tokens_do_not_wait_for_a_step_that_hangs(tmp_path: Path, monkeypa
             go.set()
         await c.driver.final()
         assert len(c.driver.output()) == 60
+
+
+async def test_an_output_that_nobody_named_a_length_of_ends_with_the_pool(tmp_path: Path) -> None:
+    async with cell(options(tmp_path, fake_speed=100.0)) as c:
+        open_ended = SamplingParams(max_tokens=1000, ignore_eos=True, open_ended=True)
+        assert await c.local(PROMPT, a=attempt(), sampling=open_ended) == expected(PROMPT, 64 * 4 + 1 - len(PROMPT))
+        assert c.driver.finals[attempt().request_id].finish == "length"
+        short = SamplingParams(max_tokens=5, ignore_eos=True, open_ended=True)
+        assert await c.local(PROMPT, a=attempt("req-s"), sampling=short) == expected(PROMPT, 5)
 
 
 async def test_a_failed_prefill_is_computed_here(tmp_path: Path) -> None:

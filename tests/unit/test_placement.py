@@ -17,6 +17,7 @@ from services.scheduler.placement import (
     local_cost_s,
     room_of_idle,
     steps_s,
+    within_pools,
 )
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import ClassRoom, ItlTarget, KvEnd, KvLink, StepModel
@@ -314,3 +315,18 @@ def test_the_last_token_needs_no_slot() -> None:
 def test_a_prefill_worker_that_is_too_small_leaves_the_prompt_to_the_decode_worker() -> None:
     small = replace(PREFILL, total_blocks=(4,), free_blocks=(4,))
     assert path(Ask(num_tokens=600), DECODE, small) == ("local", "no_prefill_worker")
+
+
+def test_an_output_that_nobody_named_a_length_of_ends_where_the_largest_pool_does() -> None:
+    small = replace(DECODE, total_blocks=(10,), free_blocks=(10,))
+    large = replace(DECODE, worker=WorkerId("d2"), total_blocks=(40,), free_blocks=(12,))
+    ask = Ask(num_tokens=64, max_new_tokens=4000, open_ended=True)
+    assert winner(ask, small, large) == "d2"
+    assert within_pools(ask, [small, large]).max_new_tokens == 40 * 32 + 1 - 64
+    assert room_of_idle([small, large], within_pools(ask, [small, large])) is None
+    asked = replace(ask, open_ended=False)
+    assert within_pools(asked, [small, large]) == asked
+    assert within_pools(replace(ask, max_new_tokens=100), [small, large]).max_new_tokens == 100
+    # the prompt alone is too long
+    over = replace(ask, num_tokens=40 * 32 + 1)
+    assert room_of_idle([small, large], within_pools(over, [small, large])) == 40 * 32

@@ -366,6 +366,9 @@ def test_what_no_worker_could_ever_hold_is_told_at_once_however_many_wait() -> N
     assert answer.error.code == "ContextExceeded/context_length_exceeded"
     assert "hold 321 tokens" in answer.error.message
     assert isinstance(bench.submit(submit("fits", 60, max_tokens=261)), m.Queued)
+    open_ended = submit("open", 60, max_tokens=4000)
+    sampling = tuple(msgspec.structs.replace(choice, open_ended=True) for choice in open_ended.sampling)
+    assert isinstance(bench.submit(msgspec.structs.replace(open_ended, sampling=sampling)), m.Queued)
     # a larger pool comes: it may wait for that one
     bench.beat("d2", free_blocks=(0,), total_blocks=(20,))
     assert isinstance(bench.submit(submit("huge", 60, max_tokens=262)), m.Queued)
