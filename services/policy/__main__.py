@@ -75,7 +75,9 @@ async def main(runtime: Runtime) -> None:
     admin = Admin(runtime.bus, redis, records)
     owned = (("keyed_answers", kept), ("responses", responses))
     grants_live_s = max(defaults.terms.budget_s.values()) + defaults.terms.margin_s
-    purges = Purges(runtime.bus, redis, admin, owned, watch, signer, grants_live_s=grants_live_s)
+    purges = Purges(
+        runtime.bus, redis, admin, owned, watch, signer, grants_live_s=grants_live_s, metrics=runtime.metrics
+    )
     await purges.start()
     runtime.stack.push_async_callback(purges.stop)
     await runtime.stack.enter_async_context(_looking(purges.sweep, period=purges.pause_s))

@@ -40,6 +40,8 @@ from shared.contracts.subjects import INGRESS, WORKERS
 from shared.security.grant_signature import GrantSigner
 from shared.security.receipts import sign_receipt
 from shared.store.redis_store import RedisStore
+from shared.telemetry import metric_names as names
+from shared.telemetry.metrics import Metrics
 
 log = logging.getLogger("baton.policy")
 
@@ -76,6 +78,7 @@ class Purges:
         prefix: str = "baton:policy",
         listened_s: float = LISTENED_S,
         grants_live_s: float = GRANTS_LIVE_S,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
@@ -88,6 +91,7 @@ class Purges:
         self._copies = Copies()
         self._listened_s = listened_s
         self._grants_live_s = grants_live_s
+        self._metrics = metrics or Metrics("policy")
         self._clock = clock
         self._started = clock()
         self._again: dict[str, tuple[float, float]] = {}  # when an open purge is told again, and the pause behind that
@@ -176,6 +180,7 @@ class Purges:
         """Tell again, carry out policy's own part, and close what is complete. Raises Unavailable; call again then."""
         await self._keep_owners()
         ids = await self._store.open_ids()
+        self._metrics.set(names.PURGES_PENDING, len(ids))
         for purge_id in ids:
             record, acks = await self._store.get(purge_id), await self._store.acks(purge_id)
             left = pending(record, acks)

@@ -538,6 +538,13 @@ INDEX_EXTENDED = Metric(
 INDEX_REPLAYS = Metric(
     "baton_index_replays", "counter", "Snapshots asked of workers, new or with a gap.", ("prefix-cache-index",)
 )
+PURGES_PENDING = Metric(
+    "baton_purges_pending",
+    "gauge",
+    "Purges of tenants that some owner of copies has not acknowledged; every policy process tells the same."
+    " `./baton purge --status` names the owners.",
+    ("policy",),
+)
 SCOPES_RAISED = Metric(
     "baton_scope_generations_raised",
     "counter",

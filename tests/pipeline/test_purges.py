@@ -36,6 +36,8 @@ from shared.security.purge_orders import PurgeOrders, acknowledge
 from shared.security.receipts import verify_receipt
 from shared.store.redis_store import RedisStore, connect_redis
 from shared.store.sealed import Sealer
+from shared.telemetry import metric_names as names
+from shared.telemetry.metrics import Metrics
 from tests.pipeline import worker_support
 from tests.pipeline.gateway_support import MODEL
 from tests.pipeline.keyed_support import keyed_world, until
@@ -66,6 +68,7 @@ class Policy:
     admin: Admin
     audit: list[str]
     bus: MemoryBus
+    metrics: Metrics
 
     async def order(self, tenant: TenantId, **fields: bool) -> am.PurgeReceipt:
         return opened((await self.purges.order(am.PurgeStart(tenant=tenant, **fields))).receipts[0])
@@ -105,8 +108,9 @@ async def policy_on(
     for tenant in (ACME, OTHER):
         await records.change_tenant(tenant, lambda old: old, create=True)
     admin = Admin(bus, redis, records)
-    purges = Purges(bus, redis, admin, kept, watch, SIGNER, prefix=prefix, listened_s=0.0)
-    found = Policy(purges, admin, [], bus)
+    metrics = Metrics("policy")
+    purges = Purges(bus, redis, admin, kept, watch, SIGNER, prefix=prefix, listened_s=0.0, metrics=metrics)
+    found = Policy(purges, admin, [], bus, metrics)
 
     async def on_audit(delivery: object) -> None:
         found.audit.append(delivery.message.action)  # type: ignore[attr-defined]
@@ -261,6 +265,7 @@ async def test_who_is_not_there_stays_pending_and_is_told_when_it_comes_back(red
             await orders.start()
 
             await policy.complete(ordered.purge_id, but=("decode-killed",))
+            assert policy.metrics.value(names.PURGES_PENDING) == 1
             gone = (WorkerId("decode-killed"),)
             await acknowledge(worker, m.PurgeAck(purge_id="", owner="decode-new", service="decode", wiped=gone))
             # Then the purge is complete, and each was asked once only
@@ -268,6 +273,7 @@ async def test_who_is_not_there_stays_pending_and_is_told_when_it_comes_back(red
             assert counts_of(receipt, "decode-frozen") == {"blocks": 7}
             assert counts_of(receipt, "decode-killed") == {"pool_gone": 1}
             assert taken == [ordered.purge_id]
+            assert policy.metrics.value(names.PURGES_PENDING) == 0
             # And the next one does not wait for the dead
             again = await policy.order(OTHER)
             assert "decode-killed" not in again.pending
