@@ -185,7 +185,7 @@ class Book:
     def end_reservation(self, held: Held) -> None:
         """It runs no more: beats list it no longer, and say what it came to."""
         self.table.end(held.attempt)
-        self.ended.add(held.attempt, held.num_generated, self.shell.clock())
+        self.ended.add(held.attempt, held.num_verified, self.shell.clock())
 
     def finish_resumed(self, held: Held, finish: str) -> None:
         """What was committed before is all there is to be: nothing runs, a final is owed."""

@@ -98,6 +98,11 @@ class Held:
         return sum(choice.timings.count for choice in self.choices)
 
     @property
+    def num_verified(self) -> int:
+        """The same, and the guesses that were wrong of choices that have ended: they took as much of the steps."""
+        return self.num_generated + sum(choice.drafted - choice.accepted for choice in self.choices)
+
+    @property
     def ended(self) -> bool:
         return all(c.ended for c in self.choices)
 

@@ -202,6 +202,28 @@ async def chatted(stack: Stack, **fields: Any) -> dict[str, Any]:
     return body
 
 
+async def test_wrong_guesses_are_charged_as_what_they_took(
+    stacks: tuple[Stack, Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler hears of the positions that steps computed for an output; the client is billed for its tokens."""
+    monkeypatch.setattr("services.decode.outputs.TOLD_S", 1000.0)
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "logit_bias": FEW, "ignore_eos": True}
+    text = (await chatted(stacks[0], **fields))["choices"][0]["message"]["content"]
+    told = []
+    for stack in stacks:
+        prediction = {"type": "content", "content": text[:3] + "not at all what comes"}
+        usage = (await chatted(stack, **fields, prediction=prediction))["usage"]
+        assert usage["completion_tokens"] == 24
+        worker = backend(stack).workers[0]
+        async with asyncio.timeout(30):
+            while not (ended := worker.book.ended.told((), worker.shell.clock())):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        told.append(ended[-1].num_tokens)
+    wrong = (await gauges(stacks[1])).drafted - (await gauges(stacks[1])).accepted
+    assert wrong > 0
+    assert told == [24, 24 + wrong]
+
+
 # ------------------------------------------------------------------------------------------ OP-51: the distribution
 
 SAMPLES = 4000
