@@ -94,10 +94,10 @@ class TransferServer:
                 full = len(self._open) >= self._limits.max_connections
                 if not full:
                     self._open[wire] = thread
-            if full:
+            if full or not _started(thread):
+                with self._lock:
+                    self._open.pop(wire, None)
                 wire.close()
-            else:
-                thread.start()
 
     def _serve(self, wire: Wire) -> None:
         try:
@@ -164,6 +164,15 @@ class TransferServer:
             if len(request.spans) > self._limits.max_blocks:
                 raise refused(TOO_MANY)
             yield [served.span(group, block_id) for group, block_id, _ in request.spans]
+
+
+def _started(thread: threading.Thread) -> bool:
+    try:
+        thread.start()
+    except RuntimeError:
+        log.exception("no thread could be had to serve KV")
+        return False
+    return True
 
 
 def open_listener(host: str, port: int, tls: bool) -> socket.socket:

@@ -286,6 +286,19 @@ def test_more_connections_than_are_allowed_are_closed(tmp_path: Path) -> None:
         assert two.take(two.pull((0, 4))).error == ""
 
 
+def test_a_connection_without_a_thread_is_closed_and_the_next_is_served(
+    two: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        assert two.take(two.pull((0, 4))).error.startswith("transfer_closed")
+    assert not two.server._open
+    assert two.take(two.pull((0, 4))).error == ""
+
+
 def test_a_request_for_too_many_blocks_is_refused(tmp_path: Path) -> None:
     with pair(tmp_path, limits=replace(QUICK, max_blocks=1)) as two:
         two.lease((0, 4), (0, 5))
