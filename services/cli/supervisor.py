@@ -16,7 +16,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 STABLE_S = 60.0
 """A child that lived this long starts its next failures from zero."""
 MAX_FAILURES = 6
-"""Failures in a row after which the stack is given up."""
+"""Starts in a row that failed before the child was ready, after which the stack is given up."""
 
 
 def restart_pause_s(failures: int) -> float:
@@ -138,18 +138,19 @@ class Supervisor:
             self._report(f"{child.spec.name} did not stop within {child.spec.stop_timeout_s:g} s and was killed")
 
     async def _guard(self, name: str) -> None:
-        failures = 0
+        failures = unready = 0
         while True:
             child = self._children[name]
             await child.unguarded.wait()
             await self._unpaused(name)
             if self._children[name] is not child:
-                failures = 0
+                failures = unready = 0
                 continue
             failures = 1 if child.lifetime_s > STABLE_S else failures + 1
             failure = child.failure()
-            if failures >= MAX_FAILURES:
-                raise ChildFailed(name, f"{failure.reason}, {failures} times in a row", failure.tail)
+            unready = 0 if child.ready else unready + 1
+            if unready >= MAX_FAILURES:
+                raise ChildFailed(name, f"{failure.reason}, {unready} times in a row", failure.tail)
             pause = restart_pause_s(failures)
             self._report(f"{name} {failure.reason}; starting it again in {pause:g} s (log: {child.spec.log})")
             await asyncio.sleep(pause)

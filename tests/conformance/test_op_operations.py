@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from services.cli.state import StateFolder
@@ -17,6 +19,7 @@ from tests.conformance.faulty_stack import faults_of, faulty_stack, readiness, s
 from tests.fault_switch import blocks_step, fails_step, holds_pull
 from tests.stack.running import Baton, until
 from tests.stack.streams import END_S, Stream, busy_worker, pid_of, recovered
+from tests.stack.test_kills import assert_come_back
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -26,6 +29,7 @@ LONG = 7000
 """Tokens that take longer than the drain limit."""
 LONG_PROMPT = 6000
 """Tokens; one decode worker would take so long for it beside what it decodes that it is handed off."""
+PAUSE_S = 0.2
 FAST_S = 20.0
 """A refusal comes within 5 s of the loss being known, which takes 5 s at most; here others may compute."""
 
@@ -220,3 +224,44 @@ def test_op46_prefill_fails_while_decode_waits(fakes: Baton, told: str, moment: 
     for neighbour in neighbours:
         neighbour.end(END_S * 2)
     recovered(fakes)
+
+
+@pytest.mark.parametrize(("requests", "kills"), [(40, 6), pytest.param(300, 20, marks=pytest.mark.long)])
+def test_op49_workers_join_and_leave_under_load(fakes: Baton, told: str, requests: int, kills: int) -> None:
+    """40 requests in 8 s instead of 300 in 60 s; who leaves is started again by the supervisor, and so joins."""
+    expected = Stream(fakes, PROMPT, 100).end().text
+    over = threading.Event()
+
+    def leave() -> None:
+        for number in range(kills):
+            service = ("decode", "prefill", "decode")[number % 3]
+            found = [pid for pid, line in fakes.processes().items() if line.strip().endswith(f"services.{service}")]
+            if found:
+                os.kill(max(found), (signal.SIGTERM, signal.SIGKILL)[number % 2])
+            if over.wait(requests * PAUSE_S / kills):
+                return
+
+    # Given workers that leave, told to or killed, and come back
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    # When requests come all the while
+    streams = []
+    for number in range(requests):
+        streams.append(Stream(fakes, PROMPT, 100) if number % 10 else handed_off(fakes, 200 + number))
+        time.sleep(PAUSE_S)
+    # Then each has its end: the whole answer, or an error that says when to come back
+    ends = [ends_well_or_says_why(stream) for stream in streams]
+    over.set()
+    leaving.join()
+    for number, text in enumerate(ends):
+        assert text in ("", expected if number % 10 else told)
+    assert len([text for text in ends if text]) > requests / 2
+    recovered(fakes)
+
+
+def ends_well_or_says_why(stream: Stream) -> str:
+    try:
+        return stream.end(END_S * 2).text
+    except openai.APIStatusError as exc:
+        assert_come_back(exc)
+        return ""

@@ -131,6 +131,24 @@ async def test_a_child_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch:
     await supervisor.stop([])
 
 
+async def test_a_child_that_is_killed_again_and_again_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.supervisor.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("services.cli.supervisor.MAX_FAILURES", 2)
+    lines: list[str] = []
+    supervisor = Supervisor(lines.append)
+    await supervisor.start([spec(tmp_path, "a", READY + WAIT)])
+    watching = asyncio.create_task(supervisor.watch())
+    for count in (1, 2, 3):
+        os.kill(supervisor.pids["a"], signal.SIGKILL)
+        await until(lambda count=count: lines.count("a is back") == count, 30)
+    assert not watching.done()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await supervisor.stop([])
+
+
 async def test_a_child_that_will_not_stop_is_killed_with_what_it_started(tmp_path: Path) -> None:
     lines: list[str] = []
     supervisor = Supervisor(lines.append)
