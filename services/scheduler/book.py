@@ -99,7 +99,9 @@ class Book:
 
     def output_counted(self, record: Record, num_tokens: int, *, ended: bool = False, cut: bool = False) -> None:
         """Its worker has made so many tokens for it: in all, when it has `ended` by itself or was `cut` short."""
-        record.num_output = num_tokens
+        if record.output_ended:
+            return
+        record.num_output, record.output_ended = num_tokens, ended
         record.guessed_output = num_tokens if ended or cut else max(record.guessed_output, float(num_tokens))
         self.correct(record)
         if ended:

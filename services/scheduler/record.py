@@ -52,6 +52,7 @@ class Record:
     num_cached: int = 0  # tokens that need not be computed, by the workers' word
     guessed_output: float = 0.0  # tokens of all choices together
     num_output: int = 0  # the same, as its worker counts them
+    output_ended: bool = False  # no more come
     charge: Charge | None = None  # while it is not queued
     paid_before: bool = False  # an earlier leader placed it: under this term it costs nothing
     late: bool = False  # begun because it had waited for too long

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -166,6 +167,7 @@ class SchedulerService:
             ingresses=self._ingresses,
             cost=self._settings.cost,
             limits=self._settings.limits,
+            rng=random.SystemRandom(),
         )
         try:
             self._serving = await self._bus.serve(subjects.sched_submit(self._settings.pool), m.Submit, self._on_submit)

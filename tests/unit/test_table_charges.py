@@ -65,7 +65,9 @@ def test_an_end_before_or_after_what_was_expected_is_made_good() -> None:
     assert served(bench) == 2 * (60 + FIRST_GUESS)
     tell(bench, AttemptOutput(first, 7, ended=True), AttemptOutput(second, 100))
     assert served(bench) == 60 + 7 + 60 + FIRST_GUESS
+    learnt = bench.table._book.outputs.guess(TenantId("t"), "interactive", 1000)
     tell(bench, AttemptOutput(first, 7, ended=True), AttemptOutput(second, 400))
+    assert bench.table._book.outputs.guess(TenantId("t"), "interactive", 1000) == learnt  # told again, learnt once
     assert served(bench) == 60 + 7 + 60 + 400
     tell(bench, AttemptOutput(second, 401, ended=True))
     assert served(bench) == 60 + 7 + 60 + 401
