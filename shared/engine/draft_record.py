@@ -1,8 +1,8 @@
 """What a sequence's drafts have come to, and when it looks for the next one. Pure.
 
 Chances are kept by how much was alike before the draft: a long match is right far more often than a short one. Where
-drafts do not pay, or nothing is found to draft, the sequence pauses, the longer the longer that lasts: it then decodes
-plainly, at no cost, and tries again.
+drafts do not pay, or nothing is found that is right, the sequence pauses, the longer the longer that lasts: it then
+decodes plainly, at no cost, and tries again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DraftRecord:
     accepted: int = 0
     resumes_at: int = 0  # looks for no draft before its text has so many tokens
     _chances: list[float] = field(default_factory=lambda: list(FIRST_CHANCES))
-    _looks: int = 0  # without finding anything, in a row
+    _looks: int = 0  # that brought nothing, in a row
     _pause: int = _LEAST_PAUSE  # the next one for drafts that do not pay
 
     def chance(self, match: int) -> float:
@@ -40,8 +40,8 @@ class DraftRecord:
         """Of any draft."""
         return max(self._chances)
 
-    def verified(self, match: int, drafted: int, accepted: int) -> None:
-        """Of a draft behind so many tokens alike, the first `accepted` tokens were right."""
+    def verified(self, match: int, drafted: int, accepted: int, at: int) -> None:
+        """Of a draft behind so many tokens alike, the last of them token `at`, the first `accepted` were right."""
         self.drafted += drafted
         self.accepted += accepted
         kind = match >= LONG_MATCH
@@ -49,14 +49,12 @@ class DraftRecord:
             self._chances[kind] += _WEIGHT * (right - self._chances[kind])
         self._chances[kind] = min(self._chances[kind], _MOST_CHANCE)
         if accepted:
-            self._pause = _LEAST_PAUSE
-
-    def found(self) -> None:
-        """There is something to draft."""
-        self._looks = 0
+            self._pause, self._looks = _LEAST_PAUSE, 0
+        else:
+            self.found_nothing(at)
 
     def found_nothing(self, at: int) -> None:
-        """There is nothing to draft behind token `at`."""
+        """There was nothing to draft behind token `at`, or nothing that was right."""
         self._looks += 1
         if self._looks >= _DRY_LOOKS:
             self.resumes_at = at + min(self._looks // 2, _MOST_DRY_PAUSE)

@@ -87,7 +87,7 @@ class Speculation:
         self.drafted += drafted
         self.accepted += accepted
         writer = self._writer(seq)
-        writer.record.verified(writer.draft.match, drafted, accepted)
+        writer.record.verified(writer.draft.match, drafted, accepted, len(seq.tokens))
         if writer.draft.predicted:
             seq.num_predicted += drafted
             seq.num_predicted_right += accepted
@@ -123,8 +123,6 @@ class Speculation:
         found = writer.lookup.find(min(self._most, seq.most_drafts), seq.num_output_tokens)
         if found is None:
             writer.record.found_nothing(at)
-        else:
-            writer.record.found()
         return found
 
 

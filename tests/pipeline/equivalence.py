@@ -327,8 +327,10 @@ def run_cell(
         return decode.result
 
 
-def run_engine(model: Model, dtype: str, prompts: Sequence[Prompt], folder: Path) -> dict[int, list[int]]:
-    """Tokens of the batched, cold, local cell at depth 1, by the engine's own threads."""
+def run_engine(
+    model: Model, dtype: str, prompts: Sequence[Prompt], folder: Path, mode: str = "continuous"
+) -> dict[int, list[int]]:
+    """Tokens of the batched, cold, local cell at depth 1 of a mode, by the engine's own threads."""
     tokens: dict[int, list[int]] = {}
     left = threading.Semaphore(0)
 
@@ -338,7 +340,7 @@ def run_engine(model: Model, dtype: str, prompts: Sequence[Prompt], folder: Path
             if update.finish:
                 left.release()
 
-    cell = Cell("batched", "cold", 512, "local", 1)
+    cell = Cell("batched", "cold", 512, "local", 1, mode)
     with _worker("engine", cell, model, dtype, prompts, folder, every_row=False) as worker:
         engine = Engine(worker.batcher, worker, take)
         engine.start()

@@ -175,8 +175,9 @@ def test_a_resumed_sequence_goes_on_with_the_same_bits(
 def test_the_threads_give_the_oracle_s_tokens(
     tiny: tuple[Model, str], tiny_prompts: list[Prompt], tiny_oracle: CellResult, tmp_path: Path
 ) -> None:
-    tokens = run_engine(*tiny, tiny_prompts, tmp_path)
-    assert tokens == tiny_oracle.tokens
+    predicted = with_predictions(tiny_prompts, tiny_oracle.tokens, 320)
+    for prompts, mode in ((tiny_prompts, "continuous"), (predicted, "speculated")):
+        assert run_engine(*tiny, prompts, tmp_path, mode) == tiny_oracle.tokens
 
 
 def test_one_flipped_bit_of_kv_is_seen_and_stays_in_its_sequence(

@@ -5,17 +5,25 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from shared.contracts.errors import SettingsError
+from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
+from shared.engine import worker_engine
 from shared.engine.batcher import Batcher
 from shared.engine.draft_length import MARGIN, OVERHEAD_S, Draftable, draft_lengths
 from shared.engine.draft_record import FIRST_CHANCES, LONG_MATCH, DraftRecord
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan, require_fit
 from shared.engine.step_time import StepTimeModel
+from shared.engine.worker_engine import WorkerOptions, open_worker_engine
+from shared.engine.worker_settings import worker_options
+from shared.settings.sections import Settings
 from tests.unit.batcher_support import BLOCK, EOS, Tokens, make_batcher, make_spec, output_of, used
 
 FREE_ROWS = StepTimeModel(base_s=0.0, token_s=1e-4, sequence_s=0.0, context_s=0.0, floor_s=0.05)
@@ -290,7 +298,7 @@ def test_lengths_are_the_best_of_all_that_there_are() -> None:
 def test_a_record_learns_and_pauses_and_tries_again() -> None:
     record = DraftRecord()
     for _ in range(20):
-        record.verified(3, 4, 0)
+        record.verified(3, 4, 0, 0)
     assert record.chance(3) < 0.1
     assert record.chance(LONG_MATCH) == FIRST_CHANCES[1], "long matches are another matter"
     pauses = []
@@ -300,20 +308,49 @@ def test_a_record_learns_and_pauses_and_tries_again() -> None:
         assert record.chance(3) == FIRST_CHANCES[0], "after the pause it is given a chance"
     assert pauses[:5] == [16, 32, 64, 128, 256]
     assert pauses[-1] == 256
-    record.verified(3, 4, 4)
+    record.verified(3, 4, 4, 0)
     record.does_not_pay(9000)
     assert record.resumes_at == 9016
     assert 0.5 < record.chance(3) < 1
     for _ in range(200):
-        record.verified(9, 8, 8)
+        record.verified(9, 8, 8, 0)
     assert record.chance(9) < 1
 
 
-def test_a_text_without_repeats_is_looked_at_less_and_less() -> None:
+@pytest.mark.parametrize("every", [0, 3])
+def test_a_text_without_repeats_is_looked_at_less_and_less(every: int) -> None:
+    """One of which every third guess is wrong, too."""
     record, at, looks = DraftRecord(), 0, 0
     while at < 1000:
         if at >= record.resumes_at:
-            record.found_nothing(at)
+            if every and looks % every == 0:
+                record.verified(3, 1, 0, at)
+            else:
+                record.found_nothing(at)
             looks += 1
         at += 1
     assert 20 < looks < 70
+
+
+# ------------------------------------------------------------------------------------------ where it is set
+
+
+def test_a_decode_worker_speculates_where_it_is_set(tmp_path: Path) -> None:
+    def most(role: str, **engine: Any) -> int:
+        return worker_options(Settings.model_validate({"engine": engine}), role, {"HOME": str(tmp_path)}).most_drafted
+
+    assert most("decode") == 0, "off unless somebody asks for it"
+    assert most("decode", speculation="prompt-lookup") == 8
+    assert most("decode", speculation="prompt-lookup", speculation_max_tokens=3) == 3
+    assert most("prefill", speculation="prompt-lookup") == 0
+    for bad in ({"speculation": "draft"}, {"speculation_max_tokens": 0}, {"speculation_max_tokens": 33}):
+        with pytest.raises(ValidationError):
+            Settings.model_validate({"engine": bad})
+
+
+def test_a_worker_with_a_gpu_refuses_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_engine, "_device", lambda options: "cuda")
+    options = WorkerOptions(tmp_path, tmp_path / "kv", device="auto", most_drafted=8)
+    with pytest.raises(SettingsError, match="prompt-lookup runs on CPUs only") as refused:
+        open_worker_engine(options, WorkerId("w"))
+    assert refused.value.param == "engine.speculation"
