@@ -81,9 +81,11 @@ def _attend(
         # whole blocks of three layers, so that strides divide as a model's do
         pool = torch.empty(1, 3, 2, kv_heads, block_size, head_dim, dtype=kv_dtype or dtype)[:, 1]
         scales = torch.empty(1, 3, 2, kv_heads, block_size)[:, 1] if kv_dtype else None
-        table = [0] * (640 // block_size)
+        # a row after many splits, too
+        length = 640 if prefill or block_size < 64 else 1 << 17
+        table = [0] * (length // block_size)
         sizes = (block_size, heads, kv_heads, head_dim, _CPU, window, kv_dtype is not None)
-        plan = triton_attention.plan_attention([0, rows], [640], [table], *sizes)
+        plan = triton_attention.plan_attention([0, rows], [length], [table], *sizes)
         q = torch.empty(rows, heads, head_dim, dtype=dtype)
         some = torch.empty(heads) if sinks else None
         return triton_attention.attend(q, pool, plan, head_dim**-0.5, soft_cap, some, scales)

@@ -140,7 +140,7 @@ def _tile(
         b_kt = tl.trans(b_k)
         s = tl.dot(q_low, b_kt, tl.dot(q, b_kt) << 8, out_dtype=tl.int32).to(tl.float32)
     else:
-        s = tl.dot(q, tl.trans(b_k.to(tl.float16)))
+        s = tl.dot(q, tl.trans(b_k.to(tl.float32).to(q.dtype)), input_precision="ieee")
     if QUANTIZED:
         scale_at = _times(block, scale_stride) + offset
         if MASKED:
@@ -177,11 +177,13 @@ def _tile(
         b_v = tl.load(v_ptr + at)
     else:
         b_v = tl.load(v_ptr + at, mask=m_d[None, :], other=0.0)
-    if QUANTIZED:
+    if not QUANTIZED:
+        o = tl.dot(p.to(q.dtype), b_v, o, input_precision="ieee")
+    elif q.dtype == tl.float32:
+        o = tl.dot(p, b_v.to(tl.float32), o, input_precision="ieee")
+    else:
         # a weight times the scale of small values is below what float16 holds
         o = tl.dot(p.to(tl.bfloat16), b_v.to(tl.float32).to(tl.bfloat16), o)
-    else:
-        o = tl.dot(p.to(q.dtype), b_v, o, input_precision="ieee")
     return new_m, l, o
 
 
@@ -224,7 +226,9 @@ def attend_kernel(
         q_at = q_ptr + (token.to(tl.int64) * q_stride + q_head * q_head_stride)[:, None] + o_d[None, :]
         b_q = tl.load(q_at, mask=m_r[:, None] & m_d[None, :], other=0.0)  # [ROWS, HEAD_PADDED]
         if QUANTIZED:
-            b_q, b_low, unit = _whole_numbers(b_q, pool_ptr.dtype.element_ty == tl.int8)
+            b_low, unit = b_q, tl.full([ROWS], 1.0, tl.float32)
+            if q_ptr.dtype.element_ty != tl.float32:
+                b_q, b_low, unit = _whole_numbers(b_q, pool_ptr.dtype.element_ty == tl.int8)
             cap_r = cap_scale * unit
             if CAPPED:
                 unit = unit * 0.0 + 1.0  # capped scores are of one size
@@ -301,6 +305,15 @@ def attend_kernel(
             tl.store(out_at, result, mask=m_r[:, None] & m_d[None, :])
 
 
+@triton.jit
+def _partial(part_o_ptr, part_ml_ptr, at, m_h, m_d, o_d, num_partials, num_q_heads, HEAD_DIM: tl.constexpr):
+    """One split of [HEADS] heads, whose places are `at`; nothing where there is none."""
+    m = tl.load(part_ml_ptr + at, mask=m_h, other=float("-inf"))
+    l = tl.load(part_ml_ptr + num_partials * num_q_heads + at, mask=m_h, other=0.0)
+    o = tl.load(part_o_ptr + at[:, None] * HEAD_DIM + o_d[None, :], mask=m_h[:, None] & m_d[None, :], other=0.0)
+    return m, l, o
+
+
 @triton.jit(do_not_specialize=["num_partials", "num_q_heads", "window"])
 def join_kernel(
     out_ptr,  # [num_tokens, num_q_heads, head_dim], contiguous
@@ -312,7 +325,8 @@ def join_kernel(
     num_partials, num_q_heads, window, scale,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     HEADS: tl.constexpr,  # query heads of a program, a power of two
-    AHEAD: tl.constexpr,  # splits read before the first of them is joined
+    AHEAD: tl.constexpr,  # splits read before the first of them is joined, of many
+    FEW: tl.constexpr = 4,  # of those that are left
     SPLIT_KEYS: tl.constexpr = 512,
 ):  # fmt: skip
     """Join the splits of rows in ascending order. Grid: (tokens, num_q_heads / HEADS rounded up)."""
@@ -334,14 +348,17 @@ def join_kernel(
         top = tl.load(sinks_ptr + head, mask=m_h, other=0.0) * (1.4426950408889634 / scale)
     total = tl.where(top == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([HEADS, HEAD_PADDED], tl.float32)
-    for begin in range(first, end, AHEAD):
+    many = first + (end - first) // AHEAD * AHEAD
+    for begin in range(first, many, AHEAD):
         for i in tl.static_range(AHEAD):
             at = (partial + begin + i).to(tl.int64) * num_q_heads + head  # [HEADS]
+            m, l, o = _partial(part_o_ptr, part_ml_ptr, at, m_h, m_d, o_d, num_partials, num_q_heads, HEAD_DIM)
+            top, total, acc = _join(top, total, acc, m, l, o, scale)
+    for begin in range(many, end, FEW):
+        for i in tl.static_range(FEW):
+            at = (partial + begin + i).to(tl.int64) * num_q_heads + head  # [HEADS]
             m_s = m_h & (begin + i < end)
-            m = tl.load(part_ml_ptr + at, mask=m_s, other=float("-inf"))
-            l = tl.load(part_ml_ptr + num_partials * num_q_heads + at, mask=m_s, other=0.0)
-            o_at = part_o_ptr + at[:, None] * HEAD_DIM + o_d[None, :]
-            o = tl.load(o_at, mask=m_s[:, None] & m_d[None, :], other=0.0)
+            m, l, o = _partial(part_o_ptr, part_ml_ptr, at, m_s, m_d, o_d, num_partials, num_q_heads, HEAD_DIM)
             top, total, acc = _join(top, total, acc, m, l, o, scale)
     result = tl.where(position < 0, 0.0, acc / total[:, None]).to(out_ptr.dtype.element_ty)
     out_at = out_ptr + ((token * num_q_heads + head) * HEAD_DIM)[:, None] + o_d[None, :]

@@ -98,10 +98,13 @@ def stages(head_dim: int, rows: int, q_bytes: int, kv_bytes: int, device: torch.
 
 
 def join_shape(num_q_heads: int, most_splits: int, device: torch.device) -> tuple[int, int, int]:
-    """Query heads of a program that joins splits, the splits it reads at a time, and its warps."""
+    """Query heads of a program that joins splits, the splits it reads at a time where there are many, and its warps.
+
+    A program waits for memory once for all it reads at a time: of a long sequence alone nothing else would run.
+    """
     if interpreted(device):
-        return padded(num_q_heads), 1, 1
-    return (1, 8, 1) if most_splits > 4 else (1, 4, 1)
+        return padded(num_q_heads), 2, 1
+    return 1, 32 if most_splits > 64 else 8 if most_splits > 4 else 4, 1
 
 
 def programs(device: torch.device) -> int:

@@ -105,6 +105,20 @@ def test_what_a_loop_of_products_does_is_counted() -> None:
     assert loop_of(CODE.replace("HGMMA", "FFMA").splitlines()) == Loop()
 
 
+def test_a_row_that_breaks_a_limit_fails_the_command() -> None:
+    code = """
+from dataclasses import replace
+from kernels.aot import __main__, table
+
+rows = [replace(row, spilled=8) for row in table.load()]
+table.load = lambda: rows
+raise SystemExit(__main__.main(["--only", "attention-plan"]))
+"""
+    done = run("-c", code)
+    assert done.returncode == 1
+    assert "attention-plan: plan_kernel for sm_90 spills 8 bytes a thread" in done.stderr
+
+
 def test_a_spill_may_be_allowed_and_a_good_row_is_good() -> None:
     assert not list(faults(Row(*[*ROW.key, 255, 64, 0]), may_spill=True))
     assert not list(faults(ROW, may_spill=False))
