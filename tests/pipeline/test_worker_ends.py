@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.decode import outputs
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.errors import ProtocolError
@@ -43,6 +44,28 @@ async def test_cancel_frees_and_fences(tmp_path: Path) -> None:
         refused = await c.driver.reserve(c.decode_id, PROMPT)
         assert isinstance(refused, m.Refusal)
         assert refused.error.code == "Conflict/older_attempt"
+        await c.driver.idle([c.decode_id])
+
+
+async def test_beats_say_what_came_of_requests_that_run_and_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "TOLD_S", 1.5)
+    async with cell(options(tmp_path, fake_speed=0.3)) as c:
+
+        def told(request: str) -> tuple[int, bool] | None:
+            listed = c.driver.beats[c.decode_id].outputs
+            return next(((o.num_tokens, o.ended) for o in listed if o.attempt == attempt(request)), None)
+
+        short = SamplingParams(max_tokens=5, ignore_eos=True)
+        await c.driver.reserve(c.decode_id, PROMPT, sampling=short)
+        long = SamplingParams(max_tokens=100, ignore_eos=True)
+        await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-b"), sampling=long)
+        await until(lambda: told("req-a") == (5, True), 30)
+        await until(lambda: (told("req-b") or (0, True))[0] > 5, 30)
+        assert (await cancel(c, "req-b")).held
+        await until(lambda: (told("req-b") or (0, False))[1], 30)
+        await until(lambda: c.driver.beats[c.decode_id].outputs == (), 30)  # for seconds, not for ever
         await c.driver.idle([c.decode_id])
 
 
