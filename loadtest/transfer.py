@@ -1,7 +1,7 @@
 """`python -m loadtest.transfer`: how fast KV moves between two processes of this machine, by each way there is.
 
     pulls      blocks of the default model's size, from another process into a pool here, where each is digested:
-               through mapped memory, over TCP on loopback, and over TLS. In turn, in short samples
+               through mapped memory, over TCP on loopback, over TLS, by four sinks at once. In turn, short samples
     requests   with --requests: stacks that compute prompts locally, hand them off through memory, and over TCP. One
                request at a time, to each stack in turn: time to first token, and by its trace transfer and queues
 
@@ -18,8 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,12 @@ from shared.engine.worker_fake import FakePool
 from shared.kv.handoff import Pull, PullItem
 from shared.kv.layout import PoolLayout
 from shared.kv.tcp_transport import TcpTransport
-from shared.kv.transfer import SharedMemoryTransport, Transport
+from shared.kv.transfer import PullResult, SharedMemoryTransport, Transport
 from shared.settings.load import ROOT
 
 MEMORY, TCP, TLS = "shared memory", "TCP", "TCP, TLS"
+AT_ONCE = 4
+CONTENDED = f"TCP, {AT_ONCE} at once"
 BLOCKS = 64
 """Of one pull: as many as a hand-off asks for at once."""
 
@@ -81,23 +85,23 @@ def measure_pulls(seconds: float, enough: int = 20) -> dict[str, dict[str, float
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-transfer-", dir=_memory_folder())))
         source, facts = stack.enter_context(_source(folder))
-        own = FakePool(folder, WorkerId("decode-bench"), PoolLayout(GROUPS, (BLOCKS,)))
+        own = FakePool(folder, WorkerId("decode-bench"), PoolLayout(GROUPS, (AT_ONCE * BLOCKS,)))
         stack.callback(own.close)
         plain, secure = facts["addresses"]
-        ways: dict[str, tuple[Transport, str]] = {
-            MEMORY: (SharedMemoryTransport(folder, GROUPS, own.span), ""),
-            TCP: (TcpTransport(GROUPS, own.span), plain),
-            TLS: (TcpTransport(GROUPS, own.span, certificate(folder).client_tls()), secure),
+        ways: dict[str, tuple[list[Transport], str]] = {
+            MEMORY: ([SharedMemoryTransport(folder, GROUPS, own.span)], ""),
+            TCP: ([TcpTransport(GROUPS, own.span)], plain),
+            TLS: ([TcpTransport(GROUPS, own.span, certificate(folder).client_tls())], secure),
+            CONTENDED: ([TcpTransport(GROUPS, own.span) for _ in range(AT_ONCE)], plain),
         }
-        steps: dict[str, Callable[[], None]] = {}
-        spent = dict.fromkeys(ways, 0.0)
-        counts = dict.fromkeys(ways, 0)
-        for name, (transport, address) in ways.items():
-            stack.callback(transport.close)
-            steps[name] = _step(name, transport, _pull(facts, address), spent, counts, source.pid)
-        series = collect(steps, seconds, enough)
-    size = BLOCKS * GROUPS[0].span_bytes
-    return {name: _figures(series[name], size, spent[name] / counts[name]) for name in ways}
+        threads = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
+        pulls: dict[str, _Pulls] = {}
+        for name, (transports, address) in ways.items():
+            for transport in transports:
+                stack.callback(transport.close)
+            pulls[name] = _Pulls(name, transports, _pull(facts, address), threads, source.pid)
+        series = collect({name: one.step for name, one in pulls.items()}, seconds, enough)
+    return {name: _figures(series[name], one) for name, one in pulls.items()}
 
 
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
@@ -114,34 +118,45 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         yield from transfer_requests.lines_of(report["requests"])
 
 
-def _figures(series: Series, size: int, spent_s: float) -> dict[str, float]:
+def _figures(series: Series, pulls: _Pulls) -> dict[str, float]:
     return {
-        "bytes_s": size / series.step_s,
-        "processor_s_gb": spent_s / size * 1e9,
+        "bytes_s": pulls.size / series.step_s,
+        "processor_s_gb": pulls.spent_s / pulls.steps / pulls.size * 1e9,
         "samples": float(len(series.clean if series.idle else series.samples)),
         "idle": float(series.idle),
     }
 
 
-def _step(
-    name: str,
-    transport: Transport,
-    pull: Pull,
-    spent: dict[str, float],
-    counts: dict[str, int],
-    source: int,
-) -> Callable[[], None]:
-    table = (list(range(BLOCKS)),)
+@dataclass(slots=True)
+class _Pulls:
+    """Pulls that go on at once, one a transport, each into blocks of its own; and what all of them took."""
 
-    def step() -> None:
-        before = processor_s(source) + time.process_time()
-        result = transport.pull(pull, table, (BLOCKS,))
-        spent[name] += processor_s(source) + time.process_time() - before
-        counts[name] += 1
-        if result.error or result.bad:
-            raise Unavailable(f"a pull by {name} failed: {result.error or 'digests differ'}")
+    name: str
+    transports: Sequence[Transport]
+    pull: Pull
+    threads: ThreadPoolExecutor
+    source: int  # process id
+    spent_s: float = 0.0
+    steps: int = 0
 
-    return step
+    @property
+    def size(self) -> int:
+        """Bytes of a step."""
+        return len(self.transports) * BLOCKS * GROUPS[0].span_bytes
+
+    def step(self) -> None:
+        """One pull by each. Raises Unavailable when one fails."""
+        before = processor_s(self.source) + time.process_time()
+        results = list(self.threads.map(self._pull, range(len(self.transports))))
+        self.spent_s += processor_s(self.source) + time.process_time() - before
+        self.steps += 1
+        for result in results:
+            if result.error or result.bad:
+                raise Unavailable(f"a pull by {self.name} failed: {result.error or 'digests differ'}")
+
+    def _pull(self, number: int) -> PullResult:
+        table = (range(number * BLOCKS, (number + 1) * BLOCKS),)
+        return self.transports[number].pull(self.pull, table, (BLOCKS,))
 
 
 def _pull(facts: Mapping[str, Any], address: str) -> Pull:

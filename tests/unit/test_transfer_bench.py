@@ -10,7 +10,7 @@ from shared.contracts.errors import SettingsError
 
 def test_every_way_is_measured_and_told() -> None:
     found = transfer.measure_pulls(0.0, enough=1)
-    assert list(found) == ["shared memory", "TCP", "TCP, TLS"]
+    assert list(found) == ["shared memory", "TCP", "TCP, TLS", "TCP, 4 at once"]
     for row in found.values():
         assert row["bytes_s"] > 0
         assert row["processor_s_gb"] > 0
