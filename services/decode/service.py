@@ -266,6 +266,7 @@ class DecodeWorker:
     async def _end_purged(self, order: m.PurgeOrder) -> int:
         """End what the order names with an error, and forget what has ended and waits for its acknowledgement."""
         named = [held for held in self.book.held.values() if self.purges.generations.is_over(held.grant.scope)]
+        running = [held for held in named if not held.ended]
         for held in named:
             for choice in held.choices:
                 self.shell.tagger.chains.forget(choice.seq_id)
@@ -273,7 +274,7 @@ class DecodeWorker:
                 self.book.forget(held)
             else:
                 await self.book.fail(held, purged())
-        return len(named)
+        return len(running)
 
     async def _on_cancel(self, delivery: Delivery) -> m.Cancelled:
         message: m.Cancel = delivery.message

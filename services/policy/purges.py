@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from services.policy.admin import Admin
 from services.policy.copies import Copies
@@ -137,6 +137,7 @@ class Purges:
         )
         await self._store.add(record)
         await self._publish(record)
+        await self._take_own(record)  # now, so that it takes nothing that was made since
         self._hurried_until = self._clock() + HURRY_S
         await self._admin.audit("purge_ordered", record.tenant, record.purge_id)
         return await self.shown(record.purge_id)
@@ -214,21 +215,18 @@ class Purges:
 
     async def _take_own(self, record: PurgeRecord) -> None:
         """An order that was carried out takes nothing that was made since: another process does not begin it again."""
-        if not await self._store.claim(record.purge_id, POLICY):
-            return
-        counts = {}
-        if not record.cache_only:
-            counts = {name: await kept.purge(record.tenant) for name, kept in self._kept}
-        await self._acked(record.purge_id, POLICY, counts)
+
+        async def take() -> None:
+            counts = {}
+            if not record.cache_only:
+                counts = {name: await kept.purge(record.tenant) for name, kept in self._kept}
+            await self._acked(record.purge_id, POLICY, counts)
+
+        await self._once(record, POLICY, take)
 
     async def _rewrite(self, record: PurgeRecord) -> None:
         if record.purge_id not in self._rewriting:
-            if await self._store.claim(record.purge_id, STORE):
-                try:
-                    await self._store.rewrite_log()
-                except BatonError:
-                    await self._store.unclaim(record.purge_id, STORE)
-                    raise
+            if await self._once(record, STORE, self._store.rewrite_log):
                 self._rewriting.add(record.purge_id)
             return
         ended = await self._store.log_is_rewritten()
@@ -237,6 +235,17 @@ class Purges:
         self._rewriting.discard(record.purge_id)
         if ended:
             await self._acked(record.purge_id, STORE, {"rewritten": 1})
+
+    async def _once(self, record: PurgeRecord, part: str, work: Callable[[], Awaitable[None]]) -> bool:
+        """Carry out a part of a purge, unless another process does; what failed is left to whoever comes next."""
+        if not await self._store.claim(record.purge_id, part):
+            return False
+        try:
+            await work()
+        except BatonError:
+            await self._store.unclaim(record.purge_id, part)
+            raise
+        return True
 
     async def _look_for(self, record: PurgeRecord, owner: str) -> None:
         """What a process held in its memory alone is gone with it."""
@@ -286,11 +295,11 @@ class Purges:
 
     async def _pools_gone(self, workers: Sequence[WorkerId], how: str) -> None:
         """Whatever was asked of them is done."""
+        await self._store.forget_pools(workers)
         for worker in workers:
             for purge_id in await self._store.open_ids():
                 if worker in (await self._store.get(purge_id)).expected:
                     await self._acked(purge_id, worker, {how: 1})
-        await self._store.forget_pools(workers)
 
     def _on_worker_beat(self, delivery: Delivery) -> None:
         self._copies.worker_beat(delivery.message.worker)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,29 +71,27 @@ async def test_a_stream_of_a_purged_tenant_ends_with_the_error_and_its_traces_go
     async with gateway_stack(backend) as stack:
         acks = Acks(backend.broker)
         await acks.listen()
-        # Given a request that ended, whose trace is here, and one whose answer has begun
+        # Given a request that ended, whose trace is here until its tenant is purged
         backend.hold.set()
         assert (await stack.client.post("/v1/chat/completions", json=chat(), headers=HEADERS)).status_code == 200
         await until(lambda: stack.service.traces.recent(tenant="tenant-a"))
+        assert (await acks.order(order_for("tenant-a", "p-0"))).counts["traces"] >= 1
+        assert not stack.service.traces.recent(tenant="tenant-a")
         backend.hold.clear()
+        # and one whose answer has begun
         streamed = stack.client.post("/v1/chat/completions", json=chat(stream=True), headers=HEADERS)
         answer = asyncio.create_task(streamed)
         await until(lambda: any(run.sent for run in backend.running.values() if not run.acked))
         # When its tenant is purged (the stand-in for policy grants to the tenant `tenant`)
-        began = time.monotonic()
         ack = await acks.order(order_for("tenant"))
         # Then the stream ends with the error and no clean end
         frames = [line[6:] for line in (await answer).text.split("\n\n") if line]
-        assert time.monotonic() - began < 10
         assert json.loads(frames[-1])["error"]["code"] == PURGED
         assert "[DONE]" not in frames
         assert (ack.owner, ack.counts["requests"]) == ("gateway-1", 1)
         # And what policy granted before is not begun any more
         late = await stack.client.post("/v1/chat/completions", json=chat(), headers=HEADERS)
         assert (late.status_code, late.json()["error"]["code"]) == (499, PURGED)
-        # And another tenant's purge takes its traces
-        assert (await acks.order(order_for("tenant-a", "p-2"))).counts["traces"] >= 1
-        assert not stack.service.traces.recent(tenant="tenant-a")
         backend.hold.set()
         await acks.bus.close()
 
@@ -231,7 +228,8 @@ async def test_an_order_that_failed_is_carried_out_when_it_comes_again_and_one_t
     orders.generations.require_live(Scope(TenantId("a"), generation=ScopeGeneration(2)))
     assert (await acks.order(order_for("a"))).counts == {"blocks": 2}
     await acks.bus.publish(subjects.PURGE_ORDER, order_for("a"))
-    await acks.order(order_for("b", "p-2"))
+    await acks.bus.publish(subjects.PURGE_ORDER, order_for("b", "p-2"))
+    await until(lambda: "p-2" in tries)
     assert tries == ["p-1", "p-1", "p-2"]
     await orders.stop()
     await bus.close()

@@ -183,7 +183,7 @@ def zeros(cell: Cell) -> list[bool]:
 
 async def test_a_purge_reaches_every_copy_of_index_and_workers(redis: RedisStore, tmp_path: Path) -> None:
     async with (
-        cell(options(tmp_path, fake_speed=1.0)) as cells,
+        cell(options(tmp_path, fake_speed=1.0, pool_bytes=1024 * 16)) as cells,
         index_on(cells.broker, redis) as index,
         policy_on(cells.broker, redis) as policy,
     ):
@@ -192,7 +192,7 @@ async def test_a_purge_reaches_every_copy_of_index_and_workers(redis: RedisStore
         await cells.driver.final("req-cached")
         await until(lambda: len(index.index) >= 4)
         await begin(cells, "req-other", OTHER)
-        await begin(cells, "req-runs", ACME)
+        await begin(cells, "req-runs", ACME, msgspec.structs.replace(LONG, max_tokens=2000))
         await until(
             lambda: cells.driver.tokens.get(RequestId("req-runs")) and cells.driver.tokens[RequestId("req-other")]
         )
@@ -232,7 +232,7 @@ async def test_a_purge_reaches_every_copy_of_index_and_workers(redis: RedisStore
         assert zeros(cells) == [True, True]
         assert len(index.index) == 0
         await cells.check()
-        assert policy.audit.count("purge_ordered") == policy.audit.count("purge_completed") == 3
+        await until(lambda: policy.audit.count("purge_ordered") == policy.audit.count("purge_completed") == 3)
 
 
 def beat_of(worker: str) -> m.WorkerBeat:
@@ -273,7 +273,12 @@ async def test_who_is_not_there_stays_pending_and_is_told_when_it_comes_back(red
             assert counts_of(receipt, "decode-frozen") == {"blocks": 7}
             assert counts_of(receipt, "decode-killed") == {"pool_gone": 1}
             assert taken == [ordered.purge_id]
-            assert policy.metrics.value(names.PURGES_PENDING) == 0
+
+            async def told() -> bool:
+                await policy.purges.sweep()
+                return policy.metrics.value(names.PURGES_PENDING) == 0
+
+            await until(told)
             # And the next one does not wait for the dead
             again = await policy.order(OTHER)
             assert "decode-killed" not in again.pending
