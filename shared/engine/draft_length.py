@@ -39,16 +39,37 @@ def draft_lengths(
     lengths = [0] * len(wants)
     plain_s = model.predict(num_decodes, num_decodes, context)
     best_rate, best = num_decodes * (1.0 + MARGIN) / max(plain_s, 1e-9), 0
+    if _most_rate(model, wants, num_decodes, context, most) <= best_rate:
+        return lengths
     gains = [(want.chance**j, -j, i) for i, want in enumerate(wants) for j in range(1, want.most + 1)]
     gains.sort(reverse=True)
-    expected, seen = float(num_decodes), context
-    gains = gains[:most]
-    for count, (gain, minus_j, i) in enumerate(gains, start=1):
+    expected, seen, rate = float(num_decodes), context, 0.0
+    for count, (gain, minus_j, i) in enumerate(gains[:most], start=1):
+        before = rate
         expected += gain
         seen += wants[i].context - minus_j
         rate = expected / (model.predict(num_decodes + count, num_decodes, seen) + OVERHEAD_S)
         if rate > best_rate:
             best_rate, best = rate, count
+        if rate < before:  # gains fall and costs rise: it never comes back
+            break
     for _, _, i in gains[:best]:
         lengths[i] += 1
     return lengths
+
+
+def _most_rate(model: StepTimeModel, wants: Sequence[Draftable], num_decodes: int, context: int, most: int) -> float:
+    """Tokens a second that no draft can exceed: as if each token were as likely as the likeliest, and saw nothing.
+
+    Between the shortest draft and the longest it is highest at an end or where the floor ends. Found at once: where many
+    decode, this settles it.
+    """
+    total = min(most, sum(want.most for want in wants))
+    if total < 1:
+        return 0.0
+    chance = max(want.chance for want in wants)
+    free_s = model.floor_s - model.base_s - model.sequence_s * num_decodes
+    kink = int(free_s / model.token_s) - num_decodes if model.token_s else total
+    counts = {1, total, *(min(max(1, kink + i), total) for i in (0, 1))}
+    times = ((count, model.predict(num_decodes + count, num_decodes, context) + OVERHEAD_S) for count in counts)
+    return max((num_decodes + chance * count) / seconds for count, seconds in times)

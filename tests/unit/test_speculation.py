@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
-from shared.engine import worker_engine
+from shared.engine import draft_length, worker_engine
 from shared.engine.batcher import Batcher
 from shared.engine.draft_length import MARGIN, OVERHEAD_S, Draftable, draft_lengths
 from shared.engine.draft_record import FIRST_CHANCES, LONG_MATCH, DraftRecord
@@ -293,6 +294,23 @@ def test_lengths_are_the_best_of_all_that_there_are() -> None:
         every = itertools.product(*(range(want.most + 1) for want in wants))
         best = max(rate_of(model, wants, lengths) for lengths in every)
         assert rate_of(model, wants, (got[0], got[1])) >= best / (1 + MARGIN + 0.01)
+
+
+def test_what_cannot_pay_is_seen_at_once_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, cases = random.Random(4), []
+    for _ in range(400):
+        count = rng.randrange(1, 12)
+        model = StepTimeModel(
+            rng.uniform(0, 0.02), rng.uniform(0, 0.005), rng.uniform(0, 1e-3), 1e-7, rng.uniform(0, 0.05)
+        )
+        wants = [
+            Draftable(rng.uniform(0.05, 0.98), rng.randrange(1, 9), 500) for _ in range(rng.randrange(1, count + 1))
+        ]
+        cases.append((model, wants, count, 500 * count, 32))
+    pruned = [draft_lengths(*case) for case in cases]
+    monkeypatch.setattr(draft_length, "_most_rate", lambda *case: math.inf)
+    assert [draft_lengths(*case) for case in cases] == pruned
+    assert 50 < sum(any(lengths) for lengths in pruned) < 350
 
 
 def test_a_record_learns_and_pauses_and_tries_again() -> None:
