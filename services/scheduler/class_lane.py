@@ -89,13 +89,13 @@ class ClassLane:
         account = self.shares.account(waiting.tenant)
         start = account.served if line else self.shares.level(waiting.tenant, account)
         reached = start + sum(w.cost for w in own) / waiting.weight
-        found = list(own)
+        found, last = list(own), _rank(reached, waiting)
         for tenant, others in self._tenants.items():
             if tenant == waiting.tenant:
                 continue
             served = self.shares.account(tenant).served
             for other in others:
-                if _rank(served, other) > _rank(reached, waiting):
+                if (served >= reached or not waiting.fresh) and _rank(served, other) > last:
                     break
                 found.append(other)
                 served += other.cost / other.weight

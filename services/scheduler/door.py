@@ -48,10 +48,11 @@ class Door:
         self._key = rng.randbytes(32)
         self.promises = Promises()
 
-    def predict(self, submit: m.Submit, grant: Grant) -> float:
-        """Seconds until its first token, if it waits or from where it does."""
+    def predict(self, submit: m.Submit, grant: Grant) -> tuple[int, float]:
+        """Requests that have a turn before it, and seconds until its first token, if it waits or from where it does."""
+        position, ahead = self._ahead(submit, grant)
         num_tokens = len(submit.token_ids) // 4
-        return forecast.predict_ttft_s(self._views(grant), self._ahead(submit, grant), self._turns, num_tokens)
+        return position, forecast.predict_ttft_s(self._views(grant), ahead, self._turns, num_tokens)
 
     def _views(self, grant: Grant) -> list[WorkerView]:
         return [view for view in self._registry.views() if view.takes(grant.klass)]
@@ -62,7 +63,7 @@ class Door:
             return TurnedAway(error.code, error)
         digest = digest_of(self._key, grant.tenant, submit.token_ids)
         line: Line = (grant.tenant, grant.klass)
-        wait_s, own_s = self.predict(submit, grant), self._own_s(submit, grant)
+        (_, wait_s), own_s = self.predict(submit, grant), self._own_s(submit, grant)
         due = self.promises.due(now, digest)
         promised_s = self.promises.ahead_s(line, due)
         slo_s = self._limits.slo_ttft_s.get(grant.klass, 0.0)
@@ -94,13 +95,15 @@ class Door:
         room = room_of_idle(views, ask)
         return None if room is None else ContextExceeded(larger_than_pool(room, ask.num_tokens, ask.max_new_tokens))
 
-    def _ahead(self, submit: m.Submit, grant: Grant) -> Ahead:
+    def _ahead(self, submit: m.Submit, grant: Grant) -> tuple[int, Ahead]:
         queue, own = self._book.queue, submit.attempt.request_id
         slots = self._slots(submit, grant)
         before = queue.before(own) if own in queue else queue.ahead(grant.klass, grant.tenant, grant.weight, slots)
         ahead = [self._book.records[request_id] for request_id in before]
         mine = [record for record in ahead if record.grant.tenant == grant.tenant]
-        return _sum(ahead, slots).at_least(_sum(mine, slots).stretched(self._share(grant)))
+        all_of_them = _sum(ahead, slots)
+        own_part = _sum(mine, slots) if len(mine) < len(ahead) else all_of_them
+        return len(ahead), all_of_them.at_least(own_part.stretched(self._share(grant)))
 
     def _slots(self, submit: m.Submit, grant: Grant) -> float:
         """Tokens the request will come to, prompt and outputs."""
@@ -133,5 +136,5 @@ class Door:
 
 def _sum(records: list[Record], slots: float) -> Ahead:
     """`slots`: of the request that those stand before."""
-    num_slots = sum((record.num_tokens + record.guessed_output for record in records), slots)
-    return Ahead(sum(record.num_tokens for record in records), len(records), num_slots)
+    num_tokens = sum([record.num_tokens for record in records])
+    return Ahead(num_tokens, len(records), slots + num_tokens + sum([record.guessed_output for record in records]))

@@ -53,11 +53,15 @@ class Record:
     guessed_output: float = 0.0  # tokens of all choices together
     num_output: int = 0  # the same, as its worker counts them
     output_ended: bool = False  # no more come
+    num_tokens: int = field(init=False)  # prompt and committed tokens
     charge: Charge | None = None  # while it is not queued
     paid_before: bool = False  # an earlier leader placed it: under this term it costs nothing
     late: bool = False  # begun because it had waited for too long
     refused: int = 0  # how often a worker that seemed to have room had none
     overtaken: int = 0  # requests that began while it stood first and had no room
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.submit.token_ids) // 4
 
     @property
     def request_id(self) -> RequestId:
@@ -66,10 +70,6 @@ class Record:
     @property
     def attempt(self) -> Attempt:
         return Attempt(self.request_id, self.submit.attempt.epoch, self.dispatch)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.submit.token_ids) // 4
 
     @property
     def has_begun(self) -> bool:

@@ -363,8 +363,8 @@ class RequestTable:
             self._placer.adopt(now, record, listed, beat)
 
     def _queued(self, record: Record) -> m.Queued:
-        position = len(self._book.queue.before(record.request_id))
-        predicted_s = self._door.predict(record.submit, record.grant)
+        position, predicted_s = self._door.predict(record.submit, record.grant)
+        position = position if record.state == State.QUEUED else 0
         return m.Queued(term=self.term, position=position, predicted_ttft_s=predicted_s)
 
     def _early_refusal(self, now: float, submit: m.Submit, grant: Grant, deadline_s: float) -> BatonError | None:
