@@ -152,10 +152,6 @@ class CachedStack:
         shown = json.loads(self.baton.run("status", "--json").stdout)["metrics"]
         return [url for name, url in shown.items() if name.startswith(role)]
 
-    def forgotten(self) -> None:
-        """Wait until the index knows of no block."""
-        until(lambda: self.indexed() == 0, 30, lambda: f"an empty index, now {self.indexed()}")
-
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "logprobs": 3, **fields}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -43,13 +45,14 @@ def test_op40_weights_replaced_under_the_same_name(stack: CachedStack) -> None:
     # Given a prompt of ten blocks that is warm under the first weights, for two tenants
     prompt = tokens(40, 10 * BLOCK + 1)
     first = {key: stack.warm(prompt, 10 * BLOCK, key) for key in ("", OTHER_KEY)}
-    assert stack.indexed() > 0
+    assert stack.warm(prompt, 10 * BLOCK, cache_salt="visitor").said == first[""].said
     before = stack.workers()
-    # When others take their place, worker by worker
-    stack.replace_weights(seed=1)
+    # When others take their place, worker by worker, while a client goes on asking
+    with asking(stack, prompt) as told:
+        stack.replace_weights(seed=1)
     until(lambda: len(now := stack.workers()) == 2 and not set(now) & set(before), 30, stack.workers)
-    # Then nothing of the first is known any more
-    stack.forgotten()
+    # Then nothing of the first is known any more, but what that client had computed since
+    until(lambda: stack.indexed() <= 10, 30, stack.indexed)
     # And each tenant is answered as by a server that never had others
     for key, old in first.items():
         new = stack.ask(prompt, key)
@@ -57,6 +60,30 @@ def test_op40_weights_replaced_under_the_same_name(stack: CachedStack) -> None:
         assert new.said == stack.cold(prompt, key).said
         assert new.text != old.text
         assert stack.warm(prompt, 10 * BLOCK, key).said == new.said
+    # And what was said meanwhile was of the one or of the others, never of both
+    texts = {first[""].text, stack.ask(prompt).text}
+    assert told
+    assert set(told) <= texts
+
+
+@contextmanager
+def asking(stack: CachedStack, prompt: list[int]) -> Iterator[list[str]]:
+    """What a client is told that asks again and again under a salt of its own, its failures included."""
+    told: list[str] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.1):
+            response = stack.post(prompt=prompt, cache_salt="visitor")
+            told.append(answer_of(response.json()).text if response.status_code == 200 else response.text)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        yield told
+    finally:
+        over.set()
+        client.join(60)
 
 
 def test_op41_a_salt_of_the_clients_choosing_meets_no_other_namespace(stack: CachedStack) -> None:
