@@ -68,13 +68,13 @@ class Subscription(Protocol):
 
 class Bus(Protocol):
     async def publish(self, subject: str, message: Sent, *, budget_s: float | None = None) -> None:
-        """Core NATS: at most once. Raises Unavailable when not connected, ProtocolError over the payload limit."""
+        """Core NATS: at most once. Raises Unavailable when not connected, MessageTooLarge over the payload limit."""
 
     def publish_now(self, subject: str, message: Sent) -> bool:
         """Core NATS, of no trace and without a budget: hand a message over without waiting.
 
-        Answers False, and sends nothing, when it has to wait its turn: then `publish` it. Raises ProtocolError over the
-        payload limit.
+        Answers False, and sends nothing, when it has to wait its turn: then `publish` it. Raises MessageTooLarge over
+        the payload limit.
         """
 
     async def publish_durable(self, subject: str, message: Sent, *, message_id: str) -> None:

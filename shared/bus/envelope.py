@@ -16,7 +16,16 @@ from opentelemetry.context import Context
 
 from shared.bus import trace_context
 from shared.bus.bus import BUDGET_HEADER, ERROR_HEADER, NO_RESPONDERS, Delivery, RequestHandler, Sent
-from shared.contracts.errors import BatonError, ErrorInfo, Internal, ProtocolError, Unavailable, from_wire, to_wire
+from shared.contracts.errors import (
+    BatonError,
+    ErrorInfo,
+    Internal,
+    MessageTooLarge,
+    ProtocolError,
+    Unavailable,
+    from_wire,
+    to_wire,
+)
 from shared.contracts.message import decode, encode
 
 log = logging.getLogger("baton.bus")
@@ -53,19 +62,24 @@ def may_answer(reply_subject: str, raw: bool = False) -> bool:
 
 
 def payload_of(subject: str, message: Sent, limit: int) -> bytes:
-    """What of a message travels without its headers. Raises ProtocolError when it is larger than `limit` bytes."""
+    """What of a message travels without its headers. Raises MessageTooLarge when it is larger than `limit` bytes."""
     payload = encode(message)
     if len(payload) > limit:
-        raise ProtocolError(f"{type(message).__name__} for {subject} takes {len(payload)} bytes; the limit is {limit}")
+        raise MessageTooLarge(_too_large(f"{len(payload)} bytes", limit, subject, message))
     return payload
+
+
+def _too_large(size: str, limit: int, subject: str, message: Sent) -> str:
+    """Clients are told what stands before the colon."""
+    return f"it makes a message of {size}; the limit is {limit}: {type(message).__name__} for {subject}"
 
 
 def outgoing(subject: str, message: Sent, budget_s: float | None, limit: int) -> tuple[bytes, Headers | None]:
     """Payload and headers of a message about to be sent: trace context and remaining budget included, unless it is raw
     bytes, whose reader is a tenant.
 
-    Raises ProtocolError when both together are larger than `limit` bytes: that is what a server counts, and it ends the
-    connection of who sends more.
+    Raises MessageTooLarge when both together are larger than `limit` bytes: that is what a server counts, and it ends
+    the connection of who sends more.
     """
     payload = payload_of(subject, message, limit)
     if isinstance(message, bytes):
@@ -75,8 +89,8 @@ def outgoing(subject: str, message: Sent, budget_s: float | None, limit: int) ->
     if budget_s is not None:
         headers[BUDGET_HEADER] = str(max(0, int(budget_s * 1000)))
     if len(payload) > limit - ROOM_BYTES and len(payload) + headers_size(headers) > limit:
-        what = f"{type(message).__name__} for {subject}"
-        raise ProtocolError(f"{what} takes {len(payload)} bytes beside its headers; the limit is {limit}")
+        size = f"{len(payload) + headers_size(headers)} bytes with its headers"
+        raise MessageTooLarge(_too_large(size, limit, subject, message))
     return payload, headers or None
 
 

@@ -17,6 +17,7 @@ BatonError
 ├── Unavailable             503  a hop did not answer; names the hop
 ├── DeadlineExceeded        504
 ├── ProtocolError           500  a message that does not decode, or breaks the contract
+│   └── MessageTooLarge     413  what the client sent makes a message that the bus does not take
 └── SettingsError                a setting is missing or wrong; names file and line (start-up only)
 
 Foreign exceptions are mapped to this tree once, at the boundary where they enter, with `raise ... from exc`.
@@ -145,6 +146,11 @@ class ProtocolError(BatonError):
     default_code = "protocol_error"
 
 
+class MessageTooLarge(ProtocolError):
+    status = 413
+    default_code = "message_too_large"
+
+
 class SettingsError(BatonError):
     default_code = "settings_error"
 
@@ -166,6 +172,7 @@ _TREE: tuple[type[BatonError], ...] = (
     Unavailable,
     DeadlineExceeded,
     ProtocolError,
+    MessageTooLarge,
     SettingsError,
 )
 _BY_NAME = {cls.__name__: cls for cls in _TREE}

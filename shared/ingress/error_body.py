@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared.bus.bus import NO_RESPONDERS
-from shared.contracts.errors import BatonError, Internal, ProtocolError, Unavailable, UnknownModel
+from shared.contracts.errors import BatonError, Internal, MessageTooLarge, ProtocolError, Unavailable, UnknownModel
 
 _TYPES = {
     400: "invalid_request_error",
@@ -27,7 +27,10 @@ _TYPES = {
 def error_body(error: BatonError) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`. Of a fault of ours it tells no details."""
     message = error.message
-    if isinstance(error, ProtocolError):
+    if isinstance(error, MessageTooLarge):
+        # behind the colon it names a hop of ours
+        message = f"the request is too large: {error.message.partition(':')[0]}"
+    elif isinstance(error, ProtocolError):
         message = "an internal message was broken"
     if isinstance(error, Unavailable) and error.code in (Unavailable.default_code, NO_RESPONDERS):
         # the bus's words and param name hops of ours

@@ -324,6 +324,7 @@ QUEUE_REFUSALS = Metric(
         **MODEL,
         "reason": (
             *("queue_full", "slo", "no_worker", "deadline_exceeded", "NeverFits", "context_length_exceeded"),
+            "message_too_large",
             *("forbidden", "grant_expired", "grant_invalid", "ingress_silent", "unlisted", "conflict"),
         ),
     },

@@ -91,6 +91,7 @@ CODE_WORDS = {
     "unlisted": "its gateway no longer lists it",
     "engine_error": "the model made no usable output",
     "worker_stopping": "its worker was stopped",
+    "message_too_large": "what it makes is larger than the queue takes",
     "checksum_mismatch": "the output did not match the worker's account of it",
     "purged": "what it was made of was purged",
     "no_room": "no decode worker had blocks or a slot free",
