@@ -37,6 +37,8 @@ def test_the_shipped_file_is_right(capsys: pytest.CaptureFixture[str]) -> None:
         ("[policy]\ntenants = '/nowhere/tenants.json'\n", ["policy.tenants", "no such file"]),
         ("[kv]\ndir = '/nowhere/kv'\n", ["kv.dir", "parent folder does not exist"]),
         ("[gateway]\ntls_cert = 'x.pem'\n", ["baton.toml:3", "gateway.tls_key", "TLS needs both files"]),
+        ("[kv]\ntransfer_cert = 'x.pem'\n", ["baton.toml:3", "kv.transfer_key", "TLS needs all three files"]),
+        ("[kv]\ntransfer_host = '0.0.0.0'\n", ["baton.toml:3", "kv.transfer_host", "leaves by TLS only"]),
         ("[gateway]\ncors_origins = 'here'\n", ["baton.toml:3", "gateway.cors_origins = 'here'", "is no origin"]),
         ("[gateway]\ntrusted_proxies = 'here'\n", ["baton.toml:3", "gateway.trusted_proxies", "is no address"]),
         ("[gateway]\nport = 70000\n", ["baton.toml:3", "gateway.port", "65535"]),
