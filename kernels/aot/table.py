@@ -23,7 +23,7 @@ class Row:
     registers: int
     spilled: int  # bytes per thread
     shared: int  # bytes per block
-    loop: int = 0  # instructions of one turn of the loop with matrix products
+    loop: int = 0  # instructions of one turn of the loop with matrix products; 0: none is known
     in_turn: int = 0  # products of it that are waited for one by one
 
     @property

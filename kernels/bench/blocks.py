@@ -62,7 +62,7 @@ def store(num_tokens: int, dtype: torch.dtype) -> Case:
         pool = torch.zeros(num_tokens // 8, 2, 8, 16, 128, dtype=dtype, device=_CUDA)
         slots = torch.randperm(num_tokens * 2, device=_CUDA)[:num_tokens]
         scales = torch.zeros(pool.shape[:4], device=_CUDA) if dtype == torch.int8 else None
-        by_torch = {} if scales is not None else {"torch": lambda: peers.store(kv, pool, slots)}
+        by_torch: dict[str, Call] = {} if scales is not None else {"torch": lambda: peers.store(kv, pool, slots)}
         return lambda: store_kv(kv, pool, slots, scales), by_torch
 
     moved = num_tokens * 2 * 8 * (128 * (2 + dtype.itemsize) + 4 * (dtype == torch.int8))

@@ -1,4 +1,4 @@
-"""`python -m kernels.bench card`: the best use of a GPU that is lent for minutes. See --help.
+"""`python -m kernels.bench card`: the best use of a GPU that is lent for minutes.
 
 Tests first, then what the goals are about, launch shapes, whole models, peers and the rest. Each step writes what it
 measures as it goes into FOLDER, so that nothing is lost when the card is taken away; called again with the same folder,

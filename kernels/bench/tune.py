@@ -1,4 +1,4 @@
-"""`python -m kernels.bench tune`: launch shapes of attention, measured; none of them can change a bit. See --help.
+"""`python -m kernels.bench tune`: launch shapes of attention, measured; none of them can change a bit.
 
 Every shape that `triton_tuning.candidates` allows is timed at the goals' shapes. What was tried goes into tried.jsonl
 and is not tried again; the best by kind of pool go into tuning_smXY.json, which is used once it lies in
