@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -77,20 +79,29 @@ def test_a_journal_loses_a_torn_line_alone(tmp_path: Path) -> None:
 
 def test_a_step_is_stopped_with_all_it_started(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
-    child = f"import time, pathlib\nwhile True: pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
-    start = f"subprocess.Popen([sys.executable, '-c', {child!r}])"
-    code = f"import subprocess, sys, time; print('begun', flush=True); {start}; time.sleep(99)"
-    assert card.launch(Step("long one", (sys.executable, "-c", code), 9), 3.0, tmp_path) is None
-    assert (tmp_path / "long-one.txt").read_text() == "begun\n"
-    assert mark.exists()
+    child = f"import time, pathlib\nwhile True: pathlib.Path({str(mark)!r}).touch(); time.sleep(0.02)"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    until = time.monotonic() + 60
+    while not mark.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    card._stop(process)
+    assert process.returncode == -signal.SIGTERM
     mark.unlink()
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert not mark.exists()
-    assert (
-        card.launch(Step("long one", (sys.executable, "-c", "print('again'); raise SystemExit(3)"), 9), 60, tmp_path)
-        == 3
-    )
-    assert (tmp_path / "long-one.txt").read_text() == "begun\nagain\n"
+
+
+def test_a_step_ends_at_its_limit_and_what_it_says_is_kept(tmp_path: Path) -> None:
+    waits = Step("long one", (sys.executable, "-c", "import time; time.sleep(600)"), 9)
+    assert card.launch(waits, 0.2, tmp_path) is None
+    said = tmp_path / "long-one.txt"
+    before = said.read_text()
+    ends = Step("long one", (sys.executable, "-c", "print('again'); raise SystemExit(3)"), 9)
+    assert card.launch(ends, 60, tmp_path) == 3
+    assert card.launch(ends, 60, tmp_path) == 3
+    assert said.read_text() == f"{before}again\nagain\n"
 
 
 def test_every_step_is_a_command_there_is(tmp_path: Path) -> None:
