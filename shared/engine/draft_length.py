@@ -61,8 +61,8 @@ def draft_lengths(
 def _most_rate(model: StepTimeModel, wants: Sequence[Draftable], num_decodes: int, context: int, most: int) -> float:
     """Tokens a second that no draft can exceed: as if each token were as likely as the likeliest, and saw nothing.
 
-    Between the shortest draft and the longest it is highest at an end or where the floor ends. Found at once: where many
-    decode, this settles it.
+    Between the shortest draft and the longest it is highest at an end or where the floor ends. Where many decode, this
+    settles it at once.
     """
     total = min(most, sum(want.most for want in wants))
     if total < 1:

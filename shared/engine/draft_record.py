@@ -16,6 +16,8 @@ FIRST_CHANCES = (0.5, 0.8)
 _WEIGHT = 0.15
 """Of a drafted token in the chance so far."""
 _MOST_CHANCE = 0.98
+_RECOVERY = 0.03
+"""Of the way back to what is thought at first, for each short match that was not tried."""
 _DRY_LOOKS, _MOST_DRY_PAUSE = 8, 32
 _LEAST_PAUSE, _MOST_PAUSE = 16, 256
 
@@ -59,8 +61,17 @@ class DraftRecord:
         if self._looks >= _DRY_LOOKS:
             self.resumes_at = at + min(self._looks // 2, _MOST_DRY_PAUSE)
 
-    def does_not_pay(self, at: int) -> None:
-        """What there was to draft was not worth a step's longer time; after the pause it is given a chance again."""
-        self.resumes_at = at + self._pause
-        self._pause = min(2 * self._pause, _MOST_PAUSE)
-        self._chances = [max(pair) for pair in zip(self._chances, FIRST_CHANCES, strict=True)]
+    def does_not_pay(self, match: int, at: int) -> None:
+        """What there was to draft behind so many tokens alike was not worth a step's longer time.
+
+        A short match may become a long one: it is looked at again when it could be. A long one is given a chance again
+        after a pause.
+        """
+        if match < LONG_MATCH:
+            self.found_nothing(at)
+            self.resumes_at = max(self.resumes_at, at + LONG_MATCH - match)
+            self._chances[0] += _RECOVERY * (FIRST_CHANCES[0] - self._chances[0])
+        else:
+            self.resumes_at = at + self._pause
+            self._pause = min(2 * self._pause, _MOST_PAUSE)
+            self._chances[1] = max(self._chances[1], FIRST_CHANCES[1])

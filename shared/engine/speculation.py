@@ -65,7 +65,7 @@ class Speculation:
 
     def drafts_for(self, model: StepTimeModel, decodes: Seq[Sequence], most: int) -> Drafts:
         """Drafts for a step of `decodes`, so long as pays best, and at most so many tokens in all."""
-        hopeful = [seq for seq in decodes if self._hopes(seq)] if self._most else []
+        hopeful = [seq for seq in decodes if self._hopes(seq) and not seq.num_placeholders] if self._most else []
         if not self._pays(model, decodes, hopeful):
             return {}
         found = [(seq, draft) for seq in hopeful if (draft := self._found(seq)) is not None]
@@ -78,7 +78,7 @@ class Speculation:
                 writer.draft = draft
                 drafts[seq.spec.seq_id] = draft.token_ids[:length]
             else:
-                writer.record.does_not_pay(len(seq.tokens))
+                writer.record.does_not_pay(draft.match, len(seq.tokens))
         return drafts
 
     def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:

@@ -316,23 +316,37 @@ def test_what_cannot_pay_is_seen_at_once_and_nothing_else_is(monkeypatch: pytest
 def test_a_record_learns_and_pauses_and_tries_again() -> None:
     record = DraftRecord()
     for _ in range(20):
-        record.verified(3, 4, 0, 0)
-    assert record.chance(3) < 0.1
-    assert record.chance(LONG_MATCH) == FIRST_CHANCES[1], "long matches are another matter"
+        record.verified(LONG_MATCH, 4, 0, 0)
+    assert record.chance(LONG_MATCH) < 0.1
+    assert record.chance(3) == FIRST_CHANCES[0], "short matches are another matter"
     pauses = []
     for at in range(0, 5000, 500):
-        record.does_not_pay(at)
+        record.does_not_pay(LONG_MATCH, at)
         pauses.append(record.resumes_at - at)
-        assert record.chance(3) == FIRST_CHANCES[0], "after the pause it is given a chance"
+        assert record.chance(LONG_MATCH) == FIRST_CHANCES[1], "after the pause it is given a chance"
     assert pauses[:5] == [16, 32, 64, 128, 256]
     assert pauses[-1] == 256
-    record.verified(3, 4, 4, 0)
-    record.does_not_pay(9000)
+    record.verified(LONG_MATCH, 4, 4, 0)
+    record.does_not_pay(LONG_MATCH, 9000)
     assert record.resumes_at == 9016
-    assert 0.5 < record.chance(3) < 1
     for _ in range(200):
         record.verified(9, 8, 8, 0)
-    assert record.chance(9) < 1
+    assert 0.9 < record.chance(9) < 1
+
+
+def test_a_short_match_that_does_not_pay_is_looked_at_again_when_it_may_be_long() -> None:
+    record = DraftRecord()
+    for _ in range(20):
+        record.verified(3, 4, 0, 0)
+    assert record.chance(3) < 0.1
+    record = DraftRecord(_chances=[record.chance(3), FIRST_CHANCES[1]])
+    record.does_not_pay(3, 100)
+    assert record.resumes_at == 100 + LONG_MATCH - 3
+    tries = 1
+    while record.chance(3) < 0.4 and tries < 200:
+        record.does_not_pay(3, 100)
+        tries += 1
+    assert 20 < tries < 200, "and now and then it is given a chance"
 
 
 @pytest.mark.parametrize("every", [0, 3])
