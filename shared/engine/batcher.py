@@ -246,6 +246,7 @@ class Batcher:
         require_fit(plan, output)
         self._in_flight.popleft()
         token_s = output.duration_s / plan.num_tokens
+        self._speculation.took(plan, output, self.step_model)
         bad_rows, told = output.bad_rows, output.logprobs
         if left := plan.repeats - output.repeats:
             for row in plan.sequences:

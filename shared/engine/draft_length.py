@@ -27,7 +27,12 @@ class Draftable:
 
 
 def draft_lengths(
-    model: StepTimeModel, wants: Sequence[Draftable], num_decodes: int, context: int, most: int
+    model: StepTimeModel,
+    wants: Sequence[Draftable],
+    num_decodes: int,
+    context: int,
+    most: int,
+    dearer: float = 1.0,
 ) -> list[int]:
     """Tokens to draft for each of `wants`; all 0 where that does not pay.
 
@@ -35,10 +40,11 @@ def draft_lengths(
         num_decodes: sequences of the step, all with one row of their own.
         context: positions that those rows attend to, summed.
         most: drafted tokens of the step.
+        dearer: times that a step which verifies takes beyond what the model says.
     """
     lengths = [0] * len(wants)
     plain_s = model.predict(num_decodes, num_decodes, context)
-    best_rate, best = num_decodes * (1.0 + MARGIN) / max(plain_s, 1e-9), 0
+    best_rate, best = num_decodes * (1.0 + MARGIN) * dearer / max(plain_s, 1e-9), 0
     if _most_rate(model, wants, num_decodes, context, most) <= best_rate:
         return lengths
     gains = [(want.chance**j, -j, i) for i, want in enumerate(wants) for j in range(1, want.most + 1)]

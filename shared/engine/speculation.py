@@ -11,11 +11,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from shared.contracts.tokens import unpack_tokens
+from shared.engine.draft_costs import DraftCosts
 from shared.engine.draft_length import Draftable, draft_lengths
 from shared.engine.draft_record import DraftRecord
 from shared.engine.prompt_lookup import Found, PromptLookup
 from shared.engine.sequence import Sequence
-from shared.engine.step_time import StepTimeModel
+from shared.engine.step_plan import StepOutput, StepPlan
+from shared.engine.step_time import StepTimeModel, context_of
 
 READ_AT_ONCE = 2048
 """Tokens of a text that are indexed between two steps, about a millisecond; a longer one is complete a few later."""
@@ -49,6 +51,7 @@ class Speculation:
     def __init__(self, most: int) -> None:
         self.drafts = self.drafted = self.accepted = 0
         self._most = most
+        self._costs = DraftCosts()
         self._writers: dict[str, _Writer] = {}
 
     def holds_back(self, model: StepTimeModel, decodes: Seq[Sequence]) -> bool:
@@ -70,7 +73,7 @@ class Speculation:
             return {}
         found = [(seq, draft) for seq in hopeful if (draft := self._found(seq)) is not None]
         wants = [_want(seq, self._writer(seq).record.chance(d.match), len(d.token_ids)) for seq, d in found]
-        lengths = draft_lengths(model, wants, len(decodes), _context(decodes), most)
+        lengths = self._lengths(model, wants, decodes, most)
         drafts = Drafts()
         for (seq, draft), length in zip(found, lengths, strict=True):
             writer = self._writer(seq)
@@ -91,6 +94,13 @@ class Speculation:
         if writer.draft.predicted:
             seq.num_predicted += drafted
             seq.num_predicted_right += accepted
+
+    def took(self, plan: StepPlan, output: StepOutput, model: StepTimeModel) -> None:
+        """A step has ended: what it took is kept in mind."""
+        verifies = any(row.drafted for row in plan.sequences)
+        if self._most and (verifies or plan.num_tokens == len(plan.sequences)):
+            predicted_s = model.predict(plan.num_tokens, len(plan.sequences), context_of(plan))
+            self._costs.took(verifies, output.duration_s / output.repeats, predicted_s)
 
     def forget(self, seq_id: str) -> None:
         """The sequence is over."""
@@ -114,7 +124,11 @@ class Speculation:
         if not drafting:
             return False
         wants = [_want(seq, self._writer(seq).record.best_chance, min(self._most, seq.most_drafts)) for seq in drafting]
-        return any(draft_lengths(model, wants, len(decodes), _context(decodes), self._most * len(wants)))
+        return any(self._lengths(model, wants, decodes, self._most * len(wants)))
+
+    def _lengths(self, model: StepTimeModel, wants: Seq[Draftable], decodes: Seq[Sequence], most: int) -> list[int]:
+        context = sum(seq.num_computed_tokens + 1 for seq in decodes)
+        return draft_lengths(model, wants, len(decodes), context, most, self._costs.dearer)
 
     def _found(self, seq: Sequence) -> Found | None:
         writer, at = self._writer(seq), len(seq.tokens)
@@ -128,7 +142,3 @@ class Speculation:
 
 def _want(seq: Sequence, chance: float, most: int) -> Draftable:
     return Draftable(chance, most, seq.num_computed_tokens + 1)
-
-
-def _context(decodes: Seq[Sequence]) -> int:
-    return sum(seq.num_computed_tokens + 1 for seq in decodes)

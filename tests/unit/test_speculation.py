@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.engine import draft_length, worker_engine
 from shared.engine.batcher import Batcher
+from shared.engine.draft_costs import DraftCosts
 from shared.engine.draft_length import MARGIN, OVERHEAD_S, Draftable, draft_lengths
 from shared.engine.draft_record import FIRST_CHANCES, LONG_MATCH, DraftRecord
 from shared.engine.sequence_update import SequenceUpdate
@@ -362,6 +364,36 @@ def test_a_text_without_repeats_is_looked_at_less_and_less(every: int) -> None:
             looks += 1
         at += 1
     assert 20 < looks < 70
+
+
+@pytest.mark.parametrize(("times", "speculates"), [(1.0, True), (2.9, False)])
+def test_steps_that_take_longer_than_thought_end_speculation_for_a_while(times: float, speculates: bool) -> None:
+    """A guess that is right makes two tokens of a step, which do not pay where it takes nearly three times as long."""
+    batcher = make(depth=0, most_drafted=1, num_blocks=400)
+    batcher.reserve(make_spec("a", 7, 600))
+    drafted = list[bool]()
+    while (plan := batcher.plan()) is not None:
+        drafted.append(any(row.drafted for row in plan.sequences))
+        seconds = FREE_ROWS.floor_s * (times if drafted[-1] else 1.0)
+        batcher.commit(replace(output_of(plan, cycle), duration_s=seconds))
+    assert any(drafted)
+    late = sum(drafted[-200:])
+    assert late > 150 if speculates else late < 10
+
+
+def test_what_was_dear_is_tried_again() -> None:
+    costs = DraftCosts()
+    for _ in range(50):
+        costs.took(True, 3.0, 1.0)
+        costs.took(False, 1.0, 1.0)
+    assert costs.dearer > 2
+    for _ in range(5000):
+        costs.took(False, 1.0, 1.0)
+    assert costs.dearer < 1.05
+    for seconds, predicted_s in ((0.0, 1.0), (1.0, 0.0)):
+        costs.took(True, seconds, predicted_s)
+    costs.took(True, 1e9, 1.0)
+    assert costs.dearer < 1.3, "one that was kept waiting says little"
 
 
 # ------------------------------------------------------------------------------------------ where it is set
