@@ -56,7 +56,8 @@ def batch_of(stack: Baton) -> str:
     return batch.id
 
 
-@pytest.mark.parametrize("store", ["lost", pytest.param("kept", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("store", ["lost", "kept"])
 def test_op61_broker_restart(fakes: Baton, broker: NatsServer, store: str) -> None:
     expected = Stream(fakes, PROMPT, 1500).end().text
     pids = set(fakes.processes())

@@ -47,12 +47,13 @@ def switched_off(fakes: Baton) -> Iterator[None]:
         switch.unlink(missing_ok=True)
 
 
-def test_op67_sigterm_with_streams_open(fakes: Baton) -> None:
+@pytest.mark.parametrize("outlasting", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_op67_sigterm_with_streams_open(fakes: Baton, outlasting: bool) -> None:
     """Streams of 400 tokens instead of 20 s, and one that would outlast the drain limit."""
     expected = Stream(fakes, PROMPT, 400).end().text
     # When scheduler, worker and gateway are told to stop in turn, each beneath ten streams
     for service in ("scheduler", "decode", "gateway"):
-        endless = Stream(fakes, PROMPT, LONG) if service == "gateway" else None
+        endless = Stream(fakes, PROMPT, LONG) if service == "gateway" and outlasting else None
         streams = [Stream(fakes, PROMPT, 400).flowing() for _ in range(STREAMS)]
         worker = busy_worker(fakes, "decode") if service == "decode" else ""
         pid = pid_of(fakes, worker) if worker else fakes.pid(service)
@@ -167,7 +168,8 @@ def told(fakes: Baton) -> str:
     return handed_off(fakes, 0).end().text
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [1, 5])
 def test_op45_a_decode_worker_dies_after_the_handoff(fakes: Baton, told: str, rounds: int) -> None:
     """Four requests instead of twenty, whose KV waits at the prefill worker when the decode worker dies."""
     for number in range(rounds):
@@ -190,10 +192,8 @@ def test_op45_a_decode_worker_dies_after_the_handoff(fakes: Baton, told: str, ro
         recovered(fakes)
 
 
-@pytest.mark.parametrize(
-    "moment",
-    ["transfer", pytest.param("prefill", marks=pytest.mark.long), pytest.param("error", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["transfer", "prefill", "error"])
 def test_op46_prefill_fails_while_decode_waits(fakes: Baton, told: str, moment: str) -> None:
     neighbours = busy(fakes)
     victim = fakes.pid("prefill")
@@ -226,7 +226,8 @@ def test_op46_prefill_fails_while_decode_waits(fakes: Baton, told: str, moment: 
     recovered(fakes)
 
 
-@pytest.mark.parametrize(("requests", "kills"), [(40, 6), pytest.param(300, 20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("requests", "kills"), [(40, 6), (300, 20)])
 def test_op49_workers_join_and_leave_under_load(fakes: Baton, told: str, requests: int, kills: int) -> None:
     """40 requests in 8 s instead of 300 in 60 s; who leaves is started again by the supervisor, and so joins."""
     expected = Stream(fakes, PROMPT, 100).end().text
