@@ -25,7 +25,7 @@ COMMANDS = {
     "logs": ("services.cli.log_reader", "main", "read and follow the logs of all services as one"),
     "doctor": ("services.cli.doctor", "main", "say what is missing or wrong here, and the fix"),
     "config": ("services.cli.config", "main", "check or show the settings, and where each came from"),
-    "bench": ("loadtest.bench", "main", "measure this machine: smoke, batching, engine, peers, quality, host, speculation"),
+    "bench": ("loadtest.bench", "main", "measure this machine: smoke, engine, peers, quality, speculation, ..."),
     "test": ("services.cli.check", "main", "lint, types and all tests"),
 }
 
