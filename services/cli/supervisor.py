@@ -139,6 +139,7 @@ class Supervisor:
 
     async def _guard(self, name: str) -> None:
         failures = unready = 0
+        last: Child | None = None
         while True:
             child = self._children[name]
             await child.unguarded.wait()
@@ -148,7 +149,8 @@ class Supervisor:
                 continue
             failures = 1 if child.lifetime_s > STABLE_S else failures + 1
             failure = child.failure()
-            unready = 0 if child.ready else unready + 1
+            unready = unready + 1 if child is last or not child.ready else 0
+            last = child
             if unready >= MAX_FAILURES:
                 raise ChildFailed(name, f"{failure.reason}, {unready} times in a row", failure.tail)
             pause = restart_pause_s(failures)
