@@ -209,7 +209,7 @@ class WorkerEngine:
         return all(span_is_finite(self.pool.span(group, block), groups[group]) for group, block, _, _ in blocks)
 
     def open_transport(self) -> Transport:
-        """How this worker reads peers' blocks into its own pool."""
+        """How this worker reads the blocks of peers whose memory it can map into its own pool."""
         if self.options.device == "cuda":
             from shared.engine.device_worker import open_device_transport
 
