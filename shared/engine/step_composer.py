@@ -74,13 +74,14 @@ class StepComposer:
         Args:
             now: seconds on a monotonic clock.
             repeats: of all rows, as found by `stretch` just before.
-            ahead: steps are in flight. Nothing is composed then where it would keep a sequence from speculating.
+            ahead: steps are in flight. Nothing is composed then where it would keep a sequence from speculating, or go
+                without one that waits for what became of its draft: that one would run every second step only.
         """
         allowed = _Lazily(self._allowed, now)
         if self._room.has_homeless:
             self._room.let_return(allowed())
         ids = None if self._policy.admits_all else allowed()
-        decodes, behind = list[Sequence](), list[tuple[Sequence, int]]()
+        decodes, behind, guessing = list[Sequence](), list[tuple[Sequence, int]](), False
         for seq in self._sequences.values():
             count = seq.num_pending_tokens
             if count and (ids is None or may_run(seq, ids)):
@@ -88,6 +89,10 @@ class StepComposer:
                     decodes.append(seq)
                 else:
                     behind.append((seq, count))
+            elif seq.num_drafted and not (seq.finish or seq.leaving):
+                guessing = True
+        if ahead and guessing:
+            return []
         drafts = Drafts()
         if repeats == 1 and not behind:  # a prompt's tokens are worth more than guesses
             if ahead and self._speculation.holds_back(model, decodes):

@@ -101,6 +101,50 @@ def test_the_output_is_the_same_and_takes_fewer_steps(tokens: Tokens, depth: int
     assert steps[4] < (0.6 if tokens is cycle else 0.9) * steps[0]
 
 
+def steps_of_two(most_drafted: int, every: int, depth: int) -> int:
+    """Steps that two outputs of 200 tokens take: one repeats itself but for one token of so many, one never does."""
+
+    def tokens(seq_id: str, position: int) -> int:
+        if seq_id == "plain" or position % every == 0:
+            return 1000 + position
+        return cycle(seq_id, position)
+
+    batcher, count = make(most_drafted=most_drafted, depth=depth, num_blocks=400), 0
+
+    def seen(plan: StepPlan, news: list[SequenceUpdate]) -> None:
+        nonlocal count
+        count += 1
+
+    for name, first in (("guesses", 100), ("plain", 500)):
+        batcher.reserve(make_spec(name, 7, 200, token_ids=tuple(range(first, first + 7))))
+    run(batcher, tokens, seen)
+    assert bool(batcher.gauges().drafts) == bool(most_drafted)
+    return count
+
+
+@pytest.mark.parametrize("every", [4, 6, 12])
+def test_one_that_guesses_beside_one_that_does_not_misses_no_step(every: int) -> None:
+    """With steps planned ahead the two take no more steps than where none is, and no more than without guesses."""
+    steps = steps_of_two(4, every, depth=1)
+    assert steps <= steps_of_two(4, every, depth=0)
+    assert steps <= steps_of_two(0, every, depth=1)
+
+
+def test_a_prompt_that_comes_while_guesses_are_in_flight_waits_for_them() -> None:
+    """Its first step is then one of both: the other does not stand still meanwhile."""
+    batcher = make(chunk_size=4)
+    batcher.reserve(make_spec("a", 7, 60))
+    while not (plan := batcher.plan()) or not plan.sequences[0].drafted:
+        assert plan is not None
+        batcher.commit(output_of(plan, cycle))
+    batcher.reserve(make_spec("b", 20, 4))
+    assert batcher.plan() is None
+    batcher.commit(output_of(plan, cycle))
+    both = batcher.plan()
+    assert both is not None
+    assert {row.seq_id for row in both.sequences} == {"a", "b"}
+
+
 def test_the_account_tells_guesses_and_counts_wrong_ones_as_waste() -> None:
     batcher = make()
     batcher.reserve(make_spec("a", 7, 60))
