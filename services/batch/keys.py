@@ -30,6 +30,10 @@ class Keys:
         """A tenant's key, such as `of(tenant, "job", batch_id, "bodies")`."""
         return ":".join((self._prefix, f"{{{tenant}}}", *parts))
 
+    def spared(self, tenant: TenantId, *parts: str) -> str:
+        """A tenant's key that outlives its purges: numbers and times, no text."""
+        return self.of(tenant, "purge", *parts)
+
     def file(self, tenant: TenantId, file_id: FileId, *parts: str) -> str:
         """A key of one file."""
         return self.of(tenant, "file", _checked(file_id), *parts)

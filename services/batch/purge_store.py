@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.batch.keys import Keys
+from services.batch.keys import Keys, lua
 from services.batch.redis_types import number
 from shared.contracts.ids import TenantId
 from shared.contracts.messages import PurgeOrder
@@ -11,6 +11,9 @@ from shared.store.redis_store import RedisStore
 AT_ONCE = 1000
 PASSES = 2
 """What a process still writes while the first one deletes the batch it writes for, the second one finds."""
+
+
+_RAISE = lua("raise_to")
 
 
 class PurgeStore:
@@ -23,11 +26,10 @@ class PurgeStore:
     async def purge(self, order: PurgeOrder) -> dict[str, int]:
         """Delete all that was made before the order, once: the same order again takes nothing that was made since.
         Returns how many files and batches there were."""
-        done = self._keys.of(order.tenant, "purge", order.purge_id)
-        lines_before = self._keys.of(order.tenant, "purge", "lines-before")
+        done = self._keys.spared(order.tenant, order.purge_id)
         found = await self._redis.execute("HMGET", done, "files", "batches")
         if found[0] is None:
-            await self._redis.execute("SET", lines_before, int(order.ordered_s * 1e6))
+            await self._redis.script(_RAISE, [self._lines_before(order.tenant)], (int(order.ordered_s * 1e6),))
             counts = {"files": 0, "batches": 0}
             for _ in range(PASSES):
                 await self._pass(order.tenant, counts)
@@ -37,10 +39,13 @@ class PurgeStore:
 
     async def purged_us(self, tenant: TenantId) -> int:
         """Queued lines from before this time (unix microseconds) are of what was purged; 0: there was no purge."""
-        return number(await self._redis.execute("GET", self._keys.of(tenant, "purge", "lines-before")))
+        return number(await self._redis.execute("GET", self._lines_before(tenant)))
+
+    def _lines_before(self, tenant: TenantId) -> str:
+        return self._keys.spared(tenant, "lines-before")
 
     async def _pass(self, tenant: TenantId, counts: dict[str, int]) -> None:
-        prefix, spared = self._keys.of(tenant, ""), self._keys.of(tenant, "purge", "")
+        prefix, spared = self._keys.of(tenant, ""), self._keys.spared(tenant, "")
         cursor = 0
         while True:
             cursor, keys = await self._redis.execute("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", AT_ONCE)

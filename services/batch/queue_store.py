@@ -45,6 +45,7 @@ class QueueStore:
         await self._redis.execute("SADD", self._keys.tenants, tenant)
         keys = [self._keys.job(tenant, QUEUE_BATCH)]
         keys += self._keys.job_parts(tenant, QUEUE_BATCH, "origins", "ids", "refs", "results")
+        keys.append(self._keys.spared(tenant, "line-serial"))
         number, duplicate = await self._redis.script(_SLOT, keys, (origin, self._mark(tenant, custom_id), sealed))
         return QueueSlot(int(number), bool(duplicate))
 
@@ -107,11 +108,11 @@ class QueueStore:
 
     async def note_retention(self, tenant: TenantId, retention_s: int) -> None:
         """How long results of the tenant may be kept, as of grants."""
-        await self._redis.execute("SET", self._keys.of(tenant, "retention"), retention_s)
+        await self._redis.execute("SET", self._keys.spared(tenant, "retention"), retention_s)
 
     async def retention_s(self, tenant: TenantId) -> int:
         """As noted last; -1: none."""
-        found = await self._redis.execute("GET", self._keys.of(tenant, "retention"))
+        found = await self._redis.execute("GET", self._keys.spared(tenant, "retention"))
         return -1 if found is None else int(found)
 
     async def trim(self, tenant: TenantId, before_s: int = 0) -> int:

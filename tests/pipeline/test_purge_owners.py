@@ -142,14 +142,30 @@ async def test_a_purge_takes_files_batches_and_queue_of_one_tenant(redis_server:
         order = order_for(ANN, ordered_s=1000.0)
         # a batch, its input, another file, and the standing batch of the queue
         assert await store.purges.purge(order) == {"files": 2, "batches": 2}
-        left = [key.decode() for key in await redis.execute("KEYS", f"{prefix}:{{{ANN}}}:*")]
-        assert sorted(left) == [f"{prefix}:{{{ANN}}}:purge:lines-before", f"{prefix}:{{{ANN}}}:purge:p-1"]
+        left = [key.decode().rpartition(":")[2] for key in await redis.execute("KEYS", f"{prefix}:{{{ANN}}}:*")]
+        assert sorted(left) == ["line-serial", "lines-before", "p-1"]
         assert sorted((await everything(redis, f"{prefix}:{{{BOB}}}")).split(b"\n")) == others
         # the same order takes nothing that was made since
         made = await upload(store, b"new", ANN)
         assert await store.purges.purge(order) == {"files": 2, "batches": 2}
         assert await store.files.is_ready(ANN, made)
         assert await store.purges.purge(order_for(ANN, "p-2")) == {"files": 1, "batches": 0}
+
+
+async def test_a_line_after_a_purge_has_no_number_of_one_before_it_and_the_retention_stays(
+    redis_server: RedisServer,
+) -> None:
+    async with batch_store(redis_server) as (store, _, _):
+        numbers = [(await store.queue.slot(ANN, f"{at}-1", "", 1)).number for at in (1, 2)]
+        await store.queue.note_retention(ANN, 3600)
+        await store.purges.purge(order_for(ANN, "p-1", ordered_s=9.0))
+        numbers.append((await store.queue.slot(ANN, "3-9000001", "", 1)).number)
+        assert numbers == [1, 2, 3]
+        assert await store.queue.waiting(ANN) == 1
+        assert await store.queue.retention_s(ANN) == 3600
+        # an older order that is carried out later lets no older line in
+        await store.purges.purge(order_for(ANN, "p-0", ordered_s=5.0))
+        assert await store.purges.purged_us(ANN) == 9_000_000
 
 
 async def test_an_item_that_runs_ends_and_leaves_nothing(redis_server: RedisServer) -> None:

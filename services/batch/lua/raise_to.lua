@@ -1,0 +1,5 @@
+-- A number that only rises.   KEYS: key   ARGV: value
+if tonumber(redis.call('GET', KEYS[1]) or '0') < tonumber(ARGV[1]) then
+  redis.call('SET', KEYS[1], ARGV[1])
+end
+return 1
