@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from services.policy.admin import Admin
 from services.policy.copies import Copies
@@ -178,36 +179,50 @@ class Purges:
         return HURRIED_S if self._clock() < self._hurried_until else SWEEP_S
 
     async def sweep(self) -> None:
-        """Tell again, carry out policy's own part, and close what is complete. Raises Unavailable; call again then."""
+        """Tell again, carry out policy's own part, and close what is complete; what fails keeps nothing else from it.
+        Raises Unavailable; call again then."""
         await self._keep_owners()
         ids = await self._store.open_ids()
         self._metrics.set(names.PURGES_PENDING, len(ids))
-        for purge_id in ids:
-            record, acks = await self._store.get(purge_id), await self._store.acks(purge_id)
-            left = pending(record, acks)
-            if not left:
-                await self._close(record)
-                continue
-            if POLICY in left:
-                await self._take_own(record)
-            if store_is_due(record, acks):
-                await self._rewrite(record)
-            await asyncio.gather(*(self._look_for(record, owner) for owner in left))
-            when, pause_s = self._again.get(purge_id, (0.0, FIRST_AGAIN_S))
-            if self._clock() >= when:
-                await self._publish(record, pause_s)
+        steps = [partial(self._tell_newcomers, ids), *(partial(self._go_on, purge_id) for purge_id in ids)]
+        failed: BatonError | None = None
+        for step in steps:
+            try:
+                await step()
+            except BatonError as exc:
+                failed = failed or exc
         self._again = {name: due for name, due in self._again.items() if name in ids}
-        await self._tell_newcomers(ids)
+        if failed is not None:
+            raise failed
+
+    async def _go_on(self, purge_id: str) -> None:
+        record, acks = await self._store.get(purge_id), await self._store.acks(purge_id)
+        left = pending(record, acks)
+        if not left:
+            await self._close(record)
+            return
+        if POLICY in left:
+            await self._take_own(record)
+        await asyncio.gather(*(self._look_for(record, owner) for owner in left))
+        when, pause_s = self._again.get(purge_id, (0.0, FIRST_AGAIN_S))
+        if self._clock() >= when:
+            await self._publish(record, pause_s)
+        if store_is_due(record, acks):
+            await self._rewrite(record)
 
     async def _tell_newcomers(self, open_ids: Sequence[str]) -> None:
         """A process that began after a purge does not know of it: while there may be grants of before, it is told."""
         if not self._copies.newcomers:
             return
-        since_s = await self._redis.now_s() - self._grants_live_s
-        for purge_id in await self._store.ids_since(since_s):
-            if purge_id not in open_ids:
-                await self._bus.publish(subjects.PURGE_ORDER, order_of(await self._store.get(purge_id)))
-        self._copies.newcomers = False
+        self._copies.newcomers = False  # before the first await: who comes meanwhile is told by the next sweep
+        try:
+            since_s = await self._redis.now_s() - self._grants_live_s
+            for purge_id in await self._store.ids_since(since_s):
+                if purge_id not in open_ids:
+                    await self._bus.publish(subjects.PURGE_ORDER, order_of(await self._store.get(purge_id)))
+        except BatonError:
+            self._copies.newcomers = True
+            raise
 
     async def _publish(self, record: PurgeRecord, pause_s: float = FIRST_AGAIN_S) -> None:
         self._again[record.purge_id] = (self._clock() + pause_s, min(MOST_AGAIN_S, 2 * pause_s))
@@ -226,6 +241,8 @@ class Purges:
 
     async def _rewrite(self, record: PurgeRecord) -> None:
         if record.purge_id not in self._rewriting:
+            if await self._store.log_is_rewritten() is None:
+                return  # it may have begun before everything was deleted
             if await self._once(record, STORE, self._store.rewrite_log):
                 self._rewriting.add(record.purge_id)
             return

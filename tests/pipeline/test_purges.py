@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,9 +27,10 @@ from shared.bus.streams import AUDIT_STREAM
 from shared.contracts import admin_messages as am
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import PURGED, Forbidden, InvalidInput, from_wire
+from shared.contracts.errors import PURGED, Forbidden, InvalidInput, Unavailable, from_wire
 from shared.contracts.grants import Grant, Scope, SignedGrant
 from shared.contracts.ids import Incarnation, RequestId, ScopeGeneration, TenantId, WorkerId
+from shared.contracts.message import Message
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens
 from shared.security.grant_signature import GrantSigner, by_id
@@ -301,6 +303,103 @@ async def test_a_worker_that_began_after_a_purge_hears_of_it_while_old_grants_ma
 
         await until(knows)
         await orders.stop()
+
+
+async def test_who_comes_while_others_are_told_is_told_too(redis: RedisStore) -> None:
+    broker = MemoryBroker()
+    async with index_on(broker, redis), policy_on(broker, redis) as policy, policy_bus(broker, "decode") as bus:
+        await policy.complete((await policy.order(ACME)).purge_id)
+        orders = PurgeOrders(bus, "decode", "decode-2", nothing)
+        publish, told = policy.bus.publish, 0
+
+        async def publish_then_come(subject: str, message: Message, **fields: Any) -> None:
+            nonlocal told
+            await publish(subject, message, **fields)
+            told += 1
+            if told == 1:
+                await orders.start()
+                await bus.publish(subjects.worker_beat(WorkerId("decode-2")), beat_of("decode-2"))
+                await until(lambda: WorkerId("decode-2") in policy.purges._copies.new_workers)
+
+        policy.bus.publish = publish_then_come  # type: ignore[method-assign]
+        await bus.publish(subjects.worker_beat(WorkerId("decode-1")), beat_of("decode-1"))
+
+        async def knows() -> bool:
+            await policy.purges.sweep()
+            return orders.generations.is_over(Scope(ACME))
+
+        await until(knows)
+        await orders.stop()
+
+
+async def test_newcomers_are_told_again_when_that_failed(redis: RedisStore) -> None:
+    broker = MemoryBroker()
+    async with index_on(broker, redis), policy_on(broker, redis) as policy, policy_bus(broker, "decode") as bus:
+        await policy.complete((await policy.order(ACME)).purge_id)
+        await bus.publish(subjects.worker_beat(WorkerId("decode-1")), beat_of("decode-1"))
+        await until(lambda: policy.purges._copies.newcomers)
+        publish, told = policy.bus.publish, 0
+
+        async def fail_once(subject: str, message: Message, **fields: Any) -> None:
+            nonlocal told
+            told += 1
+            if told == 1:
+                raise Unavailable("away")
+            await publish(subject, message, **fields)
+
+        policy.bus.publish = fail_once  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await policy.purges.sweep()
+        await policy.purges.sweep()
+        assert told == 2
+
+
+async def test_a_purge_that_cannot_go_on_keeps_no_other_from_it(redis: RedisStore) -> None:
+    broker = MemoryBroker()
+    async with policy_on(broker, redis) as policy:
+        first = (await policy.order(ACME)).purge_id
+        later = (await policy.order(OTHER)).purge_id
+        for purge_id in (first, later):
+            await policy.purges._acked(purge_id, "prefix-cache-index", {})
+        rewritten, asked = policy.purges._store.log_is_rewritten, 0
+
+        async def fail_first() -> bool | None:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise Unavailable("away")
+            return await rewritten()
+
+        policy.purges._store.log_is_rewritten = fail_first  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await policy.purges.sweep()
+        assert later in policy.purges._rewriting
+        await policy.complete(first)
+        await policy.complete(later)
+
+
+async def test_a_rewrite_of_the_log_that_runs_already_is_waited_for(redis: RedisStore) -> None:
+    broker = MemoryBroker()
+    async with policy_on(broker, redis) as policy:
+        ordered = (await policy.order(ACME)).purge_id
+        await policy.purges._acked(ordered, "prefix-cache-index", {})
+        store, running, begun = policy.purges._store, True, 0
+
+        async def log_is_rewritten() -> bool | None:
+            return None if running else True
+
+        async def rewrite_log() -> None:
+            nonlocal begun
+            begun += 1
+
+        store.log_is_rewritten = log_is_rewritten  # type: ignore[method-assign]
+        store.rewrite_log = rewrite_log  # type: ignore[method-assign]
+        # While one runs that may have begun before, nothing is asked of Redis and nothing is acknowledged
+        assert (await policy.receipt(ordered)).pending == ("redis",)
+        assert begun == 0
+        running = False
+        await policy.complete(ordered)
+        assert begun == 1
 
 
 async def nothing(order: m.PurgeOrder) -> dict[str, int]:
