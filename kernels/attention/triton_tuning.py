@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
@@ -113,27 +113,32 @@ def programs(device: torch.device) -> int:
 
 
 def candidates(head_dim: int, quantized: bool, device: torch.device) -> Iterator[Shape]:
-    """All shapes that give the default's bits: a warp keeps as much of its rows. The default comes first."""
+    """All shapes that give the default's bits: a warp keeps as much of its rows. The default comes first.
+
+    Decode's depth and prefill's have nothing to do with each other: any of the one may stand with any of the other.
+    """
     usual = default_shape(head_dim, quantized, device)
     yield usual
     width, kv_bytes = padded(head_dim), 1 if quantized else 2
     wide = [(0, 0)] if not usual.wide_rows else [(NARROW, usual.split_warps), (WIDE, 2 * usual.split_warps)]
     for wide_rows, wide_warps in wide:
-        for depth in range(1, MOST_STAGES + 1):
-            tiles = depth * 2 * 64 * width * kv_bytes + (64 * width * 2 if quantized else 0)
-            if tiles + (wide_rows or NARROW) * width * 2 <= shared_bytes(device):
-                yield Shape(usual.split_warps, wide_rows, wide_warps, depth, depth if wide_rows else 0)
+        for depth in range(MOST_STAGES + 1):
+            tiles = max(1, depth) * 2 * 64 * width * kv_bytes + (64 * width * 2 if quantized else 0)
+            found = Shape(usual.split_warps, wide_rows, wide_warps, depth, depth if wide_rows else 0)
+            if found != usual and tiles + (wide_rows or NARROW) * width * 2 <= shared_bytes(device):
+                yield found
 
 
 def read_table(file: Path, chip: tuple[int, int]) -> dict[tuple[int, bool], Shape]:
     """Shapes by head_dim and whether the pool is of 8 bits.
 
     Raises:
-        TuningError: an entry has other fields, or is none of its `candidates`; the message names file and entry.
+        TuningError: the file cannot be read, an entry has other fields, or decodes or prefills as none of its
+            `candidates`; the message names file and entry.
     """
     try:
         entries = msgspec.json.decode(file.read_bytes(), type=list[TunedShape])
-    except msgspec.MsgspecError as exc:
+    except (OSError, msgspec.MsgspecError) as exc:
         raise TuningError(f"{file.name}: {exc}") from exc
     table: dict[tuple[int, bool], Shape] = {}
     for place, entry in enumerate(entries):
@@ -141,18 +146,28 @@ def read_table(file: Path, chip: tuple[int, int]) -> dict[tuple[int, bool], Shap
         if entry.head_dim not in HEAD_DIMS or key in table:
             raise TuningError(f"{file.name}: entry {place} has head_dim {entry.head_dim}, not one of its own")
         with pretend(chip):
-            allowed = {*candidates(*key, torch.device("cpu"))}
+            allowed = [*candidates(*key, torch.device("cpu"))]
         table[key] = Shape(**{field.name: getattr(entry, field.name) for field in fields(Shape)})
-        depths = {table[key].split_stages, table[key].wide_stages or table[key].split_stages}
-        if not all(replace(table[key], **_depth(table[key], depth)) in allowed for depth in depths):
+        if not all(half(table[key]) in map(half, allowed) for half in (decoded, prefilled)):
             raise TuningError(
                 f"{file.name}: entry {place}, {table[key]}, could change results or does not fit the chip"
             )
     return table
 
 
-def _depth(shape: Shape, depth: int) -> dict[str, int]:
-    return {"split_stages": depth, "wide_stages": depth if shape.wide_rows else 0}
+def decoded(shape: Shape) -> tuple[int, ...]:
+    """What decode uses of a shape."""
+    return shape.split_warps, shape.split_stages
+
+
+def prefilled(shape: Shape) -> tuple[int, ...]:
+    """What prefill uses of a shape, beside `decoded` where it too goes by splits."""
+    return shape.wide_rows, shape.wide_warps, shape.wide_stages
+
+
+def require_table(device: torch.device) -> None:
+    """Raise `TuningError` where the chip has a table that cannot be used."""
+    _table(capability(device))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention.triton_tuning import Shape, candidates, forced
+from kernels.attention.triton_tuning import Shape, candidates, decoded, forced, prefilled
 from kernels.bench.journal import Journal
 from kernels.bench.row import Case
 from kernels.bench.timing import seconds
@@ -34,7 +34,7 @@ def trials(device: torch.device) -> Iterator[Trial]:
         for prefill in (False, True):
             seen: set[tuple[int, ...]] = set()
             for shape in candidates(HEAD_DIM, quantized, device):
-                used = (shape.wide_rows, shape.wide_stages) if prefill else (shape.split_stages,)
+                used = prefilled(shape) if prefill else decoded(shape)
                 if used not in seen and not (prefill and not shape.wide_rows):
                     seen.add(used)
                     yield quantized, prefill, shape

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.activation.triton_kernel import Gate, gate_mul
 from kernels.attention.triton_attention import TritonPlan, attend
-from kernels.attention.triton_tuning import HEAD_DIMS
+from kernels.attention.triton_tuning import HEAD_DIMS, TuningError, require_table
 from kernels.chip import FP8_CAPABILITY, capability
 from kernels.dispatch import KernelChoice, UnknownKernels, choose
 from kernels.embedding.triton_kernel import embed
@@ -250,17 +250,19 @@ def load_device_decoder(
         exact: see `DeviceDecoder`.
 
     Raises:
-        SettingsError: folder, dtype or quant cannot be used, or the kernels cannot run there.
+        SettingsError: folder, dtype or quant cannot be used, the kernels cannot run there, or their table of launch
+            shapes is none.
     """
     if quant not in GPU_QUANTS:
         raise SettingsError(f"quant {quant!r} is none of {', '.join(GPU_QUANTS)}", param="quant")
     if dtype not in DTYPES:
         raise SettingsError(f"dtype {dtype!r} is none of {', '.join(DTYPES)} on a GPU", param="dtype")
     try:
-        choice = choose("triton")
-    except UnknownKernels as exc:
+        choice, place = choose("triton"), torch.device(device)
+        require_table(place)
+    except (UnknownKernels, TuningError) as exc:
         raise SettingsError(str(exc), param="kernels") from exc
-    place, config = torch.device(device), load_config(folder)
+    config = load_config(folder)
     kept = quant_for(config, folder, quant, GPU_QUANTS)
     require_float8(kept, place)
     _require_sizes(config, folder)

@@ -29,6 +29,9 @@ from kernels.bench.row import Case
 from kernels.chip import pretend
 from kernels.dispatch import triton_digest
 from loadtest import device_model
+from shared.contracts.errors import SettingsError
+from shared.model import device_decoder
+from shared.model.device_decoder import load_device_decoder
 
 CPU = torch.device("cpu")
 
@@ -277,6 +280,47 @@ def test_tables_in_the_tree_are_good_and_part_of_the_build(tmp_path: Path) -> No
     before = triton_digest(tmp_path)
     (tmp_path / "attention" / "tuning_sm90.json").write_text("[]")
     assert triton_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize("chip", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_whatever_decodes_and_prefills_best_is_a_table_that_is_taken(tmp_path: Path, chip: tuple[int, int]) -> None:
+    file = tmp_path / "tuning.json"
+    with pretend(chip):
+        tried = list(tune.trials(CPU))
+        of = {kind: [shape for *found, shape in tried if (*found,) == kind] for kind in {trial[:2] for trial in tried}}
+        pairs = [
+            ((quantized, False, decode), (quantized, True, prefill))
+            for quantized in (False, True)
+            for decode in of[quantized, False]
+            for prefill in of.get((quantized, True), [None])
+        ]
+        for pair in pairs:
+            entries = [
+                {"quantized": quantized, "prefill": prefill, "tried": asdict(shape), "seconds": [1.0]}
+                for quantized, prefill, shape in pair
+                if shape
+            ]
+            file.write_text(json.dumps(tune.best(entries, CPU)))
+            (quantized, _, decode), (*_, prefill) = pair
+            assert decode
+            chosen = read_table(file, chip).get((128, quantized)) or default_shape(128, quantized, CPU)
+            assert chosen.split_stages == decode.split_stages
+            assert not prefill or triton_tuning.prefilled(chosen) == triton_tuning.prefilled(prefill)
+    assert len(pairs) > 10
+
+
+def test_a_table_that_cannot_be_used_stops_a_worker_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tuning_sm90.json"
+    file.write_text(json.dumps([entry(split_warps=8)]))
+    monkeypatch.setattr(triton_tuning, "_table", lambda chip: read_table(file, chip))
+    monkeypatch.setattr(device_decoder, "choose", lambda _: None)
+    with pretend((9, 0)), pytest.raises(SettingsError, match=r"^tuning_sm90\.json: entry 0, .*could change results"):
+        load_device_decoder(tmp_path, "bfloat16", "cpu")
+    file.unlink()
+    with pretend((9, 0)), pytest.raises(SettingsError, match=r"^tuning_sm90\.json: .*No such file"):
+        load_device_decoder(tmp_path, "bfloat16", "cpu")
 
 
 def test_the_best_shapes_that_ran_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
