@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shared.contracts.ids import WorkerId
+from shared.contracts.ids import IngressId, WorkerId
 
 SCHEDULER_GONE_S = 15.0
 """A leader that said nothing for so long has lost its lease, and has dropped its table or will before it does
 anything else."""
+
+WORKER_SILENT_S = 15.0
+"""Nobody may say of a worker heard since that its memory is lost."""
 
 
 class Copies:
@@ -16,7 +19,8 @@ class Copies:
 
     def __init__(self) -> None:
         self._leaders: dict[str, float] = {}
-        self._workers: set[WorkerId] = set()
+        self._workers: dict[WorkerId, float] = {}
+        self._ingresses: frozenset[IngressId] = frozenset()
         self.new_workers: tuple[WorkerId, ...] = ()
         """Heard of, and not `kept` yet."""
         self.newcomers = False
@@ -27,12 +31,26 @@ class Copies:
         self.newcomers |= scheduler_id not in self._leaders
         self._leaders[scheduler_id] = now
 
-    def worker_beat(self, worker: WorkerId) -> None:
+    def worker_beat(self, worker: WorkerId, now: float) -> None:
         """It has a pool."""
         if worker not in self._workers:
-            self._workers.add(worker)
             self.new_workers += (worker,)
             self.newcomers = True
+        self._workers[worker] = now
+
+    def is_heard(self, worker: WorkerId, now: float) -> bool:
+        """Whether it said something of late."""
+        return now - self._workers.get(worker, float("-inf")) < WORKER_SILENT_S
+
+    def forget(self, worker: WorkerId) -> None:
+        """Its pool is taken for lost; should it beat all the same, it is new again."""
+        self._workers.pop(worker, None)
+        self.new_workers = tuple(name for name in self.new_workers if name != worker)
+
+    def ingresses(self, living: Collection[IngressId]) -> None:
+        """Those that may live now; one that was taken for gone and is back missed what was told meanwhile."""
+        self.newcomers |= not self._ingresses.issuperset(living)
+        self._ingresses = frozenset(living)
 
     def kept(self, workers: Collection[WorkerId]) -> None:
         """These are noted where they outlive this process."""

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from services.policy.admin import Admin
-from services.policy.copies import Copies
+from services.policy.copies import WORKER_SILENT_S, Copies
 from services.policy.idempotency import IdempotencyRecords
 from services.policy.ingress_watch import IngressWatch
 from services.policy.purge_record import (
@@ -34,7 +34,7 @@ from shared.bus.streams import PURGE_ACK_STREAM
 from shared.contracts import admin_messages as am
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import BatonError, InvalidInput, NotFound, Unavailable
+from shared.contracts.errors import BatonError, Conflict, InvalidInput, NotFound, Unavailable
 from shared.contracts.idempotency_messages import IngressAsked, IngressHere
 from shared.contracts.ids import IngressId, WorkerId
 from shared.contracts.subjects import INGRESS, WORKERS
@@ -54,8 +54,9 @@ FIRST_AGAIN_S, MOST_AGAIN_S = 1.0, 30.0
 SWEEP_S, HURRIED_S, HURRY_S = 1.0, 0.2, 10.0
 """Pauses between sweeps, and for how long after an order they are short."""
 ASK_S = 1.0
-GONE_S = 3.0
-"""An ingress that nobody listens for during so long has ended, and what it held with it."""
+GONE_S = 10.0
+"""An ingress that nobody listens for during so long has ended, and what it held with it. As long as its lease: after an
+outage of the bus policy may be back before it."""
 
 
 class Purges:
@@ -144,13 +145,18 @@ class Purges:
         return await self.shown(record.purge_id)
 
     async def declare_gone(self, purge_id: str, workers: Sequence[str]) -> am.Purges:
-        """The operator says that the memory of these workers' machines is lost. Raises NotFound, InvalidInput."""
+        """The operator says that the memory of these workers' machines is lost. Raises NotFound, InvalidInput, Conflict
+        for a worker that was heard of late."""
+        await asyncio.sleep(max(0.0, self._started + self._listened_s - self._clock()))
         record = await self._store.get(purge_id)
         left = pending(record, await self._store.acks(purge_id))
         for worker in workers:
             if worker not in left or not worker.startswith(tuple(f"{role}-" for role in WORKERS)):
                 raise InvalidInput(f"the purge does not wait for a worker {worker[:64]!r}", param="gone")
+            if self._copies.is_heard(WorkerId(worker), self._clock()):
+                raise Conflict(f"{worker} was heard in the last {WORKER_SILENT_S:.0f} s: end it first", param="gone")
         for worker in workers:
+            self._copies.forget(WorkerId(worker))
             await self._admin.audit("pool_declared_gone", record.tenant, worker)
             await self._pools_gone([WorkerId(worker)], "declared_gone")
         return await self.shown(purge_id)
@@ -319,7 +325,7 @@ class Purges:
                     await self._acked(purge_id, worker, {how: 1})
 
     def _on_worker_beat(self, delivery: Delivery) -> None:
-        self._copies.worker_beat(delivery.message.worker)
+        self._copies.worker_beat(delivery.message.worker, self._clock())
 
     def _on_scheduler_beat(self, delivery: Delivery) -> None:
         self._copies.scheduler_beat(delivery.message.scheduler_id, self._clock())
@@ -329,7 +335,9 @@ class Purges:
         if workers := self._copies.new_workers:
             await self._store.add_pools(workers)
             self._copies.kept(workers)
-        if not self._batch_known and any(name.startswith(f"{BATCH}-") for name in self._watch.may_live(self._clock())):
+        ingresses = self._watch.may_live(self._clock())
+        self._copies.ingresses(ingresses)
+        if not self._batch_known and any(name.startswith(f"{BATCH}-") for name in ingresses):
             await self._store.note_batch()
             self._batch_known = True
 

@@ -16,8 +16,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from services.policy.admin import Admin
+from services.policy.copies import WORKER_SILENT_S
 from services.policy.idempotency import IdempotencyRecords
-from services.policy.ingress_watch import IngressWatch
+from services.policy.ingress_watch import LEASE_S, IngressWatch
 from services.policy.purges import Purges
 from services.policy.records import Records
 from services.prefix_cache_index.scope_keys import ScopeKeys
@@ -27,9 +28,9 @@ from shared.bus.streams import AUDIT_STREAM
 from shared.contracts import admin_messages as am
 from shared.contracts import messages as m
 from shared.contracts import subjects
-from shared.contracts.errors import PURGED, Forbidden, InvalidInput, Unavailable, from_wire
+from shared.contracts.errors import PURGED, Conflict, Forbidden, InvalidInput, Unavailable, from_wire
 from shared.contracts.grants import Grant, Scope, SignedGrant
-from shared.contracts.ids import Incarnation, RequestId, ScopeGeneration, TenantId, WorkerId
+from shared.contracts.ids import Incarnation, IngressId, RequestId, ScopeGeneration, TenantId, WorkerId
 from shared.contracts.message import Message
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens
@@ -63,6 +64,16 @@ async def redis(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
 
 
 @dataclass
+class Clock:
+    """Monotonic seconds, by so much ahead as a test likes."""
+
+    late_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.late_s
+
+
+@dataclass
 class Policy:
     """The part of policy that purges, swept as often as a test looks."""
 
@@ -71,6 +82,7 @@ class Policy:
     audit: list[str]
     bus: MemoryBus
     metrics: Metrics
+    clock: Clock
 
     async def order(self, tenant: TenantId, **fields: bool) -> am.PurgeReceipt:
         return opened((await self.purges.order(am.PurgeStart(tenant=tenant, **fields))).receipts[0])
@@ -111,8 +123,9 @@ async def policy_on(
         await records.change_tenant(tenant, lambda old: old, create=True)
     admin = Admin(bus, redis, records)
     metrics = Metrics("policy")
-    purges = Purges(bus, redis, admin, kept, watch, SIGNER, prefix=prefix, listened_s=0.0, metrics=metrics)
-    found = Policy(purges, admin, [], bus, metrics)
+    clock = Clock()
+    purges = Purges(bus, redis, admin, kept, watch, SIGNER, prefix=prefix, listened_s=0.0, metrics=metrics, clock=clock)
+    found = Policy(purges, admin, [], bus, metrics, clock)
 
     async def on_audit(delivery: object) -> None:
         found.audit.append(delivery.message.action)  # type: ignore[attr-defined]
@@ -427,8 +440,67 @@ async def test_nobody_acknowledges_for_another_service(redis: RedisStore) -> Non
         # but the operator may say that a machine is lost, of workers that are waited for only
         with pytest.raises(InvalidInput, match="decode-2"):
             await policy.purges.declare_gone(ordered.purge_id, ["decode-2"])
+        policy.clock.late_s += WORKER_SILENT_S
         await policy.purges.declare_gone(ordered.purge_id, ["decode-1"])
         assert "decode-1" not in (await policy.receipt(ordered.purge_id)).pending
+
+
+async def test_a_worker_that_lives_cannot_be_declared_gone_and_one_that_comes_back_counts_again(
+    redis: RedisStore,
+) -> None:
+    broker = MemoryBroker()
+    async with policy_on(broker, redis) as policy, policy_bus(broker, "decode") as bus:
+        for name in ("decode-1", "decode-2"):
+            await bus.publish(subjects.worker_beat(WorkerId(name)), beat_of(name))
+        await until(lambda: len(policy.purges._copies.new_workers) == 2)
+        ordered = await policy.order(ACME)
+        policy.clock.late_s += WORKER_SILENT_S
+        await bus.publish(subjects.worker_beat(WorkerId("decode-1")), beat_of("decode-1"))
+        await until(lambda: policy.purges._copies.is_heard(WorkerId("decode-1"), policy.clock()))
+        # Of several named, none is given up when one lives
+        with pytest.raises(Conflict, match="decode-1 was heard"):
+            await policy.purges.declare_gone(ordered.purge_id, ["decode-2", "decode-1"])
+        assert {"decode-1", "decode-2"} <= set((await policy.receipt(ordered.purge_id)).pending)
+        # One that was silent is given up, and later purges do not wait for it
+        policy.clock.late_s += WORKER_SILENT_S
+        await policy.purges.declare_gone(ordered.purge_id, ["decode-1"])
+        assert "decode-1" not in (await policy.order(OTHER)).pending
+        # until it beats all the same: it was frozen
+        await policy.purges.sweep()
+        await bus.publish(subjects.worker_beat(WorkerId("decode-1")), beat_of("decode-1"))
+        await until(lambda: policy.purges._copies.newcomers)
+        assert "decode-1" in (await policy.order(OTHER)).pending
+
+
+async def test_an_ingress_is_waited_for_as_long_as_its_lease_and_told_when_it_is_back(redis: RedisStore) -> None:
+    broker, watch = MemoryBroker(), IngressWatch()
+    gateway = IngressId("gateway-1")
+    async with index_on(broker, redis), policy_on(broker, redis, watch=watch) as policy:
+        now = policy.clock
+        watch.beat(gateway, (), now())
+        ordered = await policy.order(ACME)
+        # Nobody listens: the bus was restarted, and policy is back before the gateway
+        await policy.complete(ordered.purge_id, but=(gateway,))
+        policy.clock.late_s += LEASE_S - 3.0
+        assert gateway in (await policy.receipt(ordered.purge_id)).pending
+        watch.nobody_listens(gateway, now())
+        policy.clock.late_s += 3.0
+        receipt = await policy.complete(ordered.purge_id)
+        assert counts_of(receipt, gateway) == {"process_gone": 1}
+        await policy.purges.sweep()
+        # When it is there after all, it hears of what it missed
+        bus = MemoryBus(broker, "gateway")
+        orders = PurgeOrders(bus, "gateway", gateway, nothing)
+        await orders.start()
+        watch.beat(gateway, (), now())
+
+        async def knows() -> bool:
+            await policy.purges.sweep()
+            return orders.generations.is_over(Scope(ACME))
+
+        await until(knows)
+        await orders.stop()
+        await bus.close()
 
 
 @asynccontextmanager
