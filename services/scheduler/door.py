@@ -19,7 +19,7 @@ from services.scheduler.record import Record
 from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m
 from shared.contracts.errors import BatonError, ContextExceeded, Overloaded
-from shared.contracts.grants import Grant
+from shared.contracts.grants import Grant, class_rank
 from shared.engine.sequence_spec import larger_than_pool
 
 BACK_AGAIN = 1.25
@@ -52,7 +52,8 @@ class Door:
         """Requests that have a turn before it, and seconds until its first token, if it waits or from where it does."""
         position, ahead = self._ahead(submit, grant)
         num_tokens = len(submit.token_ids) // 4
-        return position, forecast.predict_ttft_s(self._views(grant), ahead, self._turns, num_tokens)
+        rank = class_rank(grant.klass)
+        return position, forecast.predict_ttft_s(self._views(grant), ahead, self._turns, num_tokens, rank)
 
     def _views(self, grant: Grant) -> list[WorkerView]:
         return [view for view in self._registry.views() if view.takes(grant.klass)]

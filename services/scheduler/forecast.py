@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.scheduler.placement import WorkerView, chunk_of, steps_s
-from shared.contracts.grants import class_rank
+from shared.contracts.grants import CLASSES, class_rank
 from shared.contracts.ids import TenantId
 
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 600.0
@@ -60,10 +60,12 @@ class Takers:
         return sum(part for line, part in self._parts.items() if line != own and class_rank(line[1]) <= rank)
 
 
-def free_slots(views: Sequence[WorkerView]) -> float:
-    """Tokens' KV that decode workers have room for now."""
+def free_slots(views: Sequence[WorkerView], rank: int = len(CLASSES) - 1) -> float:
+    """Tokens' KV that a class can have at decode workers now, what lower ones would give up included."""
     decodes = (view for view in views if view.role == "decode" and not view.draining)
-    return float(sum(min((r * s for r, s in zip(v.room, v.block_sizes, strict=False)), default=0) for v in decodes))
+    rooms = ((view.room_for(rank), view.block_sizes) for view in decodes)
+    slots = (min((n * s for n, s in zip(r.blocks, sizes, strict=False)), default=0) for r, sizes in rooms)
+    return float(sum(max(0, n) for n in slots))
 
 
 def prefill_rate(views: Sequence[WorkerView]) -> float:
@@ -77,19 +79,22 @@ def prefill_rate(views: Sequence[WorkerView]) -> float:
     return total
 
 
-def predict_ttft_s(views: Sequence[WorkerView], ahead: Ahead, turns: TurnClock, num_tokens: int) -> float:
+def predict_ttft_s(
+    views: Sequence[WorkerView], ahead: Ahead, turns: TurnClock, num_tokens: int, rank: int = len(CLASSES) - 1
+) -> float:
     """Predicted seconds until the first token; that of turns alone when nothing is known of the workers' speed.
 
     Args:
         turns: placements lately.
         num_tokens: of its own prompt, which one worker computes.
+        rank: of its class, which takes from lower ones.
     """
     rate = prefill_rate(views)
     by_turns_s = ahead.turns * turns.turn_s
     if rate <= 0:
         return by_turns_s
-    on_workers = sum(v.queue_tokens for v in views)
-    by_memory_s = max(0.0, ahead.num_slots - free_slots(views)) * turns.slot_s
+    on_workers = sum(v.tokens_before(rank) for v in views)
+    by_memory_s = max(0.0, ahead.num_slots - free_slots(views, rank)) * turns.slot_s
     own_s = min(prompt_s(view, num_tokens) for view in views if not view.draining)
     return max((ahead.num_tokens + on_workers) / rate, by_turns_s, by_memory_s) + own_s
 

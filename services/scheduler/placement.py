@@ -43,6 +43,7 @@ class WorkerView:
     waiting: int = 0
     max_sequences: int = 0  # 0: no bound known
     queue_tokens: int = 0  # prompt tokens it has taken and not computed
+    class_tokens: tuple[int, ...] = ()  # the same by class; () where it does not tell classes apart
     step_model: StepModel = field(default_factory=StepModel)
     itl_target: ItlTarget = NO_TARGET
     numerics: str = ""
@@ -74,6 +75,10 @@ class WorkerView:
             return self.rooms[rank]
         free = self.max_sequences - self.running - self.waiting if self.max_sequences else sys.maxsize
         return ClassRoom(free, self.room)
+
+    def tokens_before(self, rank: int) -> int:
+        """Prompt tokens it computes before those of a newcomer of a class: its own class's and higher ones'."""
+        return sum(self.class_tokens[: rank + 1]) if self.class_tokens else self.queue_tokens
 
     def takes(self, klass: str) -> bool:
         """True if it serves requests of that class."""
@@ -149,15 +154,19 @@ def chunk_of(view: WorkerView, start: int = 0) -> int:
     return prompt_budget(from_wire(view.step_model), view.itl_target, most, view.running, 1, 0, start)
 
 
-def local_cost_s(view: WorkerView, num_uncached: int, start: int) -> float:
-    """Seconds until the first token by the decode worker's own chunked prefill, and the delay to those it decodes."""
+def local_cost_s(view: WorkerView, num_uncached: int, start: int, rank: int = len(CLASSES) - 1) -> float:
+    """Seconds until the first token by the decode worker's own chunked prefill, and the delay to those it decodes.
+
+    Args:
+        rank: of the request's class, which does not wait for lower ones' prompts.
+    """
     own = steps_s(
         view.step_model,
         num_uncached,
         start=start,
         chunk=chunk_of(view, start),
         running=view.running,
-        queue_tokens=view.queue_tokens,
+        queue_tokens=view.tokens_before(rank),
     )
     return own + view.running * view.step_model.token_s * num_uncached
 
@@ -176,7 +185,7 @@ def handed_off_cost_s(prefill: WorkerView, decode: WorkerView, ask: Ask, cost: H
     chunk = max(1, prefill.token_budget)
 
     def compute_s(num_tokens: int) -> float:
-        model, waiting = prefill.step_model, prefill.queue_tokens
+        model, waiting = prefill.step_model, prefill.tokens_before(class_rank(ask.klass))
         return steps_s(model, num_tokens, start=start, chunk=chunk, running=0, queue_tokens=waiting)
 
     moved = last - min(ask.held.get(decode.worker, 0), last)
@@ -260,7 +269,7 @@ def choose(ask: Ask, views: Sequence[WorkerView], cost: HandoffCost) -> Choice |
     best = min(map(rank, candidates))
     decode = _home([view for view in candidates if rank(view) == best], ask, views)
     held = min(ask.held.get(decode.worker, 0), ask.num_tokens - 1)
-    local_s = local_cost_s(decode, ask.num_tokens - held, held)
+    local_s = first_token_s(decode, ask)
 
     def chosen(path: str, reason: str, prefill: WorkerId = NO_WORKER, handed_off_s: float = 0.0) -> Choice:
         return Choice(
@@ -315,7 +324,7 @@ def _home(equals: Sequence[WorkerView], ask: Ask, views: Sequence[WorkerView]) -
 def first_token_s(view: WorkerView, ask: Ask) -> float:
     """Seconds to the first token by a decode worker alone, with what it holds, and the delay to those it decodes."""
     held = min(ask.held.get(view.worker, 0), ask.num_tokens - 1)
-    return local_cost_s(view, ask.num_tokens - held, held)
+    return local_cost_s(view, ask.num_tokens - held, held, class_rank(ask.klass))
 
 
 def output_s(view: WorkerView, ask: Ask) -> float:

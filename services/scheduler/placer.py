@@ -221,7 +221,8 @@ class Placer:
         ):
             view = self._registry.view(worker)
             if view is not None:
-                self._registry.note_placed(worker, ask.blocks(view), tokens, sequences)
+                rank = class_rank(ask.klass)
+                self._registry.note_placed(worker, ask.blocks(view), tokens, sequences, rank=rank)
         self._send_reserve(now, record, choice)
 
     def _send_reserve(self, now: float, record: Record, choice: Choice) -> None:

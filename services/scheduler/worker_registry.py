@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from services.scheduler.placement import DEFAULT_TOKEN_BUDGET, WorkerView
+from shared.contracts.grants import CLASSES
 from shared.contracts.ids import Incarnation, WorkerId
 from shared.contracts.messages import WorkerBeat
 from shared.contracts.parts import AttemptProgress, ClassRoom
@@ -56,7 +57,7 @@ class _Entry:
     unresponsive: bool = False
     placed_blocks: tuple[int, ...] = ()
     placed_sequences: int = 0
-    placed_tokens: int = 0
+    placed_tokens: tuple[int, ...] = (0,) * len(CLASSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +159,17 @@ class WorkerRegistry:
         self._lost[worker] = beat.incarnation, beat.number, now + REMEMBER_LOST_S
         return LostWorker(worker, beat.incarnation, beat.role, reason)
 
-    def note_placed(self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int, num_sequences: int = 1) -> None:
-        """Count a placement until the worker's next beat shows it."""
+    def note_placed(
+        self, worker: WorkerId, blocks: tuple[int, ...], num_tokens: int, num_sequences: int = 1, *, rank: int = 0
+    ) -> None:
+        """Count a placement until the worker's next beat shows it. `rank`: of its class."""
         entry = self._entries.get(worker)
         if entry is None:
             return
         before = entry.placed_blocks or (0,) * len(blocks)
         entry.placed_blocks = tuple(a + b for a, b in zip(before, blocks, strict=True))
         entry.placed_sequences += num_sequences
-        entry.placed_tokens += num_tokens
+        entry.placed_tokens = tuple(n + num_tokens * (at == rank) for at, n in enumerate(entry.placed_tokens))
 
     def view(self, worker: WorkerId) -> WorkerView | None:
         entry = self._entries.get(worker)
@@ -201,6 +204,7 @@ def _view(entry: _Entry) -> WorkerView:
         waiting=beat.waiting,
         max_sequences=beat.max_sequences,
         queue_tokens=beat.queue_tokens,
+        class_tokens=beat.class_tokens,
         step_model=beat.step_model,
         itl_target=beat.itl_target,
         kv=beat.kv,
@@ -219,7 +223,8 @@ def _view(entry: _Entry) -> WorkerView:
         held_back=tuple(h + entry.placed_sequences for h in view.held_back),
         free_blocks=tuple(max(0, f - p) for f, p in zip(view.free_blocks, entry.placed_blocks, strict=False)),
         running=view.running + entry.placed_sequences,
-        queue_tokens=view.queue_tokens + entry.placed_tokens,
+        queue_tokens=view.queue_tokens + sum(entry.placed_tokens),
+        class_tokens=tuple(n + p for n, p in zip(view.class_tokens, entry.placed_tokens, strict=False)),
         rooms=tuple(_less(room, entry) for room in view.rooms),
     )
 

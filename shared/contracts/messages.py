@@ -488,6 +488,7 @@ class WorkerBeat(Message, frozen=True, kw_only=True):
     classes: tuple[str, ...] = ()  # it takes requests of; none named: of all
     stalled: bool = False  # its engine has ended no step for longer than any takes
     outputs: tuple[AttemptOutput, ...] = ()  # of attempts held, and of those that ended in the last seconds
+    class_tokens: tuple[int, ...] = ()  # queue_tokens by class, one for each of CLASSES
 
 
 class StreamFrame(Message, frozen=True, kw_only=True):

@@ -30,17 +30,22 @@ class Gauges:
     drafted: int  # their tokens
     accepted: int  # those of them that were right
     rooms: tuple[ClassRoom, ...] = ()  # what a newcomer can have, one for each of CLASSES
+    class_tokens: tuple[int, ...] = ()  # queue_tokens, one for each of CLASSES
 
 
 def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoom, speculation: Speculation) -> Gauges:
     """Of the sequences held, in the blocks of `pool`."""
     statuses = [seq.status for seq in sequences]
+    class_tokens = [0] * len(CLASSES)
+    for seq in sequences:
+        class_tokens[seq.spec.rank] += seq.num_waiting_tokens
     return Gauges(
         running=statuses.count(SequenceStatus.RUNNING),
         waiting=statuses.count(SequenceStatus.WAITING) + statuses.count(SequenceStatus.PREEMPTED),
         ended=statuses.count(SequenceStatus.FINISHED),
         leaving=sum(bool(seq.finish and seq.steps_in_flight) for seq in sequences),
-        queue_tokens=sum(seq.num_waiting_tokens for seq in sequences),
+        queue_tokens=sum(class_tokens),
+        class_tokens=tuple(class_tokens),
         blocks=pool.counts,
         held_back=room.held_back,
         preempted=statuses.count(SequenceStatus.PREEMPTED),

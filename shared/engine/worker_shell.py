@@ -336,6 +336,7 @@ class WorkerShell:
             stalled=self.stalled,
             rooms=gauges.rooms if gauges is not None else (),
             classes=options.classes,
+            class_tokens=gauges.class_tokens if gauges is not None else (),
         )
 
 

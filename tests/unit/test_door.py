@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from services.scheduler.promises import GRACE_S, Promises, digest_of
 from shared.contracts import messages as m
 from shared.contracts.ids import TenantId
+from shared.contracts.parts import ClassRoom
 from tests.unit.retry_world import Client, Clients
-from tests.unit.scheduler_support import Bench, reserved, submit
+from tests.unit.scheduler_support import INGRESS, Bench, reserved, submit
 
 A, B = TenantId("a"), TenantId("b")
 LINE = (A, "interactive")
@@ -75,6 +77,25 @@ def test_memory_that_frees_slowly_is_seen_before_it_is_missing() -> None:
     large = bench.submit(submit("large", 6_000), tenant="a", budget_s=1000.0)
     assert isinstance(large, m.Refusal)  # a second for 38 tokens of KV, as things go
     assert large.error.code == "Overloaded/overloaded"
+
+
+def test_what_lower_classes_hold_keeps_no_higher_one_out() -> None:
+    bench = Bench(slo_ttft_s={"interactive": 20.0}, max_placing=1)
+    rooms = (ClassRoom(8, (4000,)), ClassRoom(8, (4000,)), ClassRoom(1, (0,)))
+    full: dict[str, Any] = {"total_blocks": (4000,), "free_blocks": (0,), "rooms": rooms, "running": 7}
+    bench.beat("d1", **full | {"free_blocks": (4000,), "rooms": (ClassRoom(8, (4000,)),) * 3})
+    for i in range(4):
+        bench.submit(submit(f"r{i}", 30), klass="batch", budget_s=1e6)
+    for _ in range(3):
+        bench.now += 40.0
+        bench.reserve(reserved())
+        bench.ingresses.heard(INGRESS, bench.now)
+        bench.beat("d1", **full | {"free_blocks": (40,), "rooms": (*rooms[:2], ClassRoom(1, (40,)))})
+    bench.beat("d1", queue_tokens=64_000, class_tokens=(0, 0, 64_000), **full)
+    assert waiting(bench.submit(submit("first", 2_000, max_tokens=1_000))) < 10
+    assert waiting(bench.submit(submit("batch", 2_000), klass="batch", budget_s=1e6)) > 80
+    bench.beat("d1", queue_tokens=64_000, class_tokens=(64_000, 0, 0), **full)
+    assert isinstance(bench.submit(submit("second", 2_000)), m.Refusal)  # its own class's prompts go first
 
 
 def test_promises_keep_their_order_and_lapse() -> None:

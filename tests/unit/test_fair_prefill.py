@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shared.contracts.ids import TenantId
 from shared.engine.fair_prefill import DeficitRoundRobin, PrefillWant
+from tests.unit.batcher_support import make_batcher, make_spec
 
 
 def want(seq_id: str, num_tokens: int, weight: float = 1.0) -> PrefillWant:
@@ -62,3 +63,12 @@ def test_the_budget_is_used_up_and_nobody_gets_more_than_asked(
         assert sum(shares.values()) == min(budget, sum(count for _, count in asked))
         assert all(0 < shares[w.seq_id] <= w.num_tokens for w in wants if w.seq_id in shares)
         assert shares.keys() <= {w.seq_id for w in wants}
+
+
+def test_a_worker_says_what_of_each_class_is_still_to_be_computed() -> None:
+    batcher = make_batcher()
+    for klass, prompt in (("interactive", 3), ("analysis", 5), ("batch", 7)):
+        batcher.reserve(make_spec(klass, prompt=prompt, klass=klass))
+    gauges = batcher.gauges()
+    assert gauges.class_tokens == (3, 5, 7)
+    assert gauges.queue_tokens == 15

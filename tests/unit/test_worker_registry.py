@@ -134,6 +134,12 @@ def test_placements_count_until_the_next_beat() -> None:
     other = workers.view(WorkerId("d2"))
     assert other is not None
     assert other.held_back == (4,)
+    workers.on_beat(0.0, beat("d3", queue_tokens=7, class_tokens=(1, 2, 4)))
+    workers.note_placed(WorkerId("d3"), (10,), 300, rank=1)
+    by_class = workers.view(WorkerId("d3"))
+    assert by_class is not None
+    assert [by_class.tokens_before(rank) for rank in range(3)] == [1, 303, 307]
+    assert by_class.queue_tokens == 307
     assert workers.view(WorkerId("nobody")) is None
 
 
