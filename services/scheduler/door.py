@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.scheduler import forecast
 from services.scheduler.book import Book
 from services.scheduler.forecast import Ahead
-from services.scheduler.placement import Ask, WorkerView, room_of_idle, within_pools
+from services.scheduler.placement import Ask, WorkerView, decode_candidates, room_of_idle, within_pools
 from services.scheduler.placer import Placer, TableLimits
 from services.scheduler.promises import Line, Promises, digest_of
 from services.scheduler.queue import sane_weight
@@ -64,9 +64,10 @@ class Door:
             return TurnedAway(error.code, error)
         digest = digest_of(self._key, grant.tenant, submit.token_ids)
         line: Line = (grant.tenant, grant.klass)
-        (_, wait_s), own_s = self.predict(submit, grant), self._own_s(submit, grant)
+        (position, wait_s), own_s = self.predict(submit, grant), self._own_s(submit, grant)
         due = self.promises.due(now, digest)
-        promised_s = self.promises.ahead_s(line, due)
+        at_once = position == 0 and self._has_room(submit, grant)  # no promise keeps what is idle idle
+        promised_s = 0.0 if at_once else self.promises.ahead_s(line, due)
         slo_s = self._limits.slo_ttft_s.get(grant.klass, 0.0)
         bearable_s = min(left_s, slo_s) if slo_s > 0 else left_s
         bears_s = bearable_s * (BACK_AGAIN if due is not None else 1.0)
@@ -84,17 +85,15 @@ class Door:
 
     def _too_large(self, submit: m.Submit, grant: Grant) -> ContextExceeded | None:
         """What no worker could hold alone is told so at once, however many wait."""
-        ask = Ask(
-            num_tokens=len(submit.token_ids) // 4,
-            max_new_tokens=max((s.max_tokens for s in submit.sampling), default=1),
-            choices=max(1, len(submit.sampling)),
-            klass=grant.klass,
-            open_ended=all(s.open_ended for s in submit.sampling),
-        )
         views = self._registry.views()
-        ask = within_pools(ask, views)
+        ask = within_pools(_ask(submit, grant), views)
         room = room_of_idle(views, ask)
         return None if room is None else ContextExceeded(larger_than_pool(room, ask.num_tokens, ask.max_new_tokens))
+
+    def _has_room(self, submit: m.Submit, grant: Grant) -> bool:
+        """True if a worker would take it now."""
+        views = self._registry.views()
+        return bool(decode_candidates(within_pools(_ask(submit, grant), views), views))
 
     def _ahead(self, submit: m.Submit, grant: Grant) -> tuple[int, Ahead]:
         queue, own = self._book.queue, submit.attempt.request_id
@@ -133,6 +132,16 @@ class Door:
         if len(queue) < bound:
             return False
         return queue.waiting_of(grant.klass, grant.tenant) >= bound * self._fair_share(grant)
+
+
+def _ask(submit: m.Submit, grant: Grant) -> Ask:
+    return Ask(
+        num_tokens=len(submit.token_ids) // 4,
+        max_new_tokens=max((s.max_tokens for s in submit.sampling), default=1),
+        choices=max(1, len(submit.sampling)),
+        klass=grant.klass,
+        open_ended=all(s.open_ended for s in submit.sampling),
+    )
 
 
 def _sum(records: list[Record], slots: float) -> Ahead:

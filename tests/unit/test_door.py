@@ -98,6 +98,19 @@ def test_what_lower_classes_hold_keeps_no_higher_one_out() -> None:
     assert isinstance(bench.submit(submit("second", 2_000)), m.Refusal)  # its own class's prompts go first
 
 
+def test_no_promise_keeps_what_is_idle_idle() -> None:
+    bench = busy_bench(slo_ttft_s={"interactive": 20.0})
+    for i in range(60):
+        bench.submit(submit(f"a{i}", 1000), tenant="a")
+    for i in range(60):
+        bench.withdraw(f"a{i}")
+    assert isinstance(bench.submit(submit("full", 500), tenant="a"), m.Refusal)
+    bench.beat("d1")
+    assert waiting(bench.submit(submit("new", 500), tenant="a")) < 5
+    bench.beat("d1", free_blocks=(0,))
+    assert isinstance(bench.submit(submit("again", 500), tenant="a"), m.Refusal)  # those promised go first
+
+
 def test_promises_keep_their_order_and_lapse() -> None:
     promises = Promises(limit=3)
     promises.give(0.0, LINE, b"1", 10.0, 2.0)
