@@ -90,9 +90,9 @@ class BlockRoom:
         needed = blocks.to_begin(self._pool, spec, len(spec.token_ids))
         hits = self._pool.match(spec.tags, spec.token_ids, spec.max_match)
         # who computes for a peer is told its blocks at once, so takes from nobody
-        self._make_way(Need(len(CLASSES) if spec.compute_only else spec.rank, 1, hits, needed))
-        for seq in homeless:
-            seq.passed_over += 1
+        if not self._make_way(Need(len(CLASSES) if spec.compute_only else spec.rank, 1, hits, needed)):
+            for seq in homeless:  # what lower classes gave up was never theirs to return to
+                seq.passed_over += 1
         if not blocks.has_room(self._pool, hits, needed, self._watermark()):
             return None
         return blocks.take(self._pool, hits, needed, spec), len(hits[0]) * self._pool.groups[0].block_size
@@ -108,9 +108,12 @@ class BlockRoom:
         waiting = [(seq.spec.rank, seq.passed_over) for seq in self._homeless()]
         return self._precedence.room_of(rank, may_enter(rank, waiting))
 
-    def _make_way(self, need: Need) -> None:
-        for seq in self._way(need):
+    def _make_way(self, need: Need) -> bool:
+        """Whether somebody gave way; raises as `_way`."""
+        way = self._way(need)
+        for seq in way:
             self._displace(seq)
+        return bool(way)
 
     def _way(self, need: Need) -> list[Sequence]:
         """Who gives way to a newcomer. Raises NoBlocks or NoSlot where nothing that may be taken would help."""

@@ -64,7 +64,7 @@ def choose_idle(rank: int, holders: Sequence[Holder], allowed: Collection[str]) 
 def may_enter(rank: int, waiting: Iterable[tuple[int, int]]) -> bool:
     """Whether a newcomer of class `rank` may take blocks before those that wait for theirs: (rank, passed over) each.
 
-    Only before lower classes, and before each of them `PASSES` times.
+    Only before lower classes, and into free room before each of them `PASSES` times.
     """
     return all(rank < other and passed < PASSES for other, passed in waiting)
 

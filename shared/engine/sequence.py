@@ -54,7 +54,7 @@ class Sequence:
     num_redone_tokens: int = 0  # those given to a step before, and lost by a preemption
     num_preemptions: int = 0
     started_at: float = 0.0  # when its first step was planned
-    passed_over: int = 0  # newcomers that were let in while it waited for room
+    passed_over: int = 0  # newcomers that took free room while it waited for some
     overtaken: int = 0  # prompt tokens of its tenant's later arrivals that were computed before its own
     num_placeholders: int = 0  # tokens that steps in flight will sample, at least
     num_drafted: int = 0  # tokens of its step in flight that are a guess; nothing is planned behind them

@@ -221,7 +221,20 @@ def test_a_worker_says_what_each_class_can_have() -> None:
     interactive, analysis, batch = batcher.gauges().rooms
     assert (interactive.sequences, analysis.sequences) == (4, 3)
     assert batch.sequences == 0  # one of its own waits before it
-    for i in range(PASSES):
+    for i in range(1 + PASSES):  # the first takes a lower one's place, the others that same place while it is free
+        assert batcher.gauges().rooms[0].sequences == 4
         batcher.reserve(make_spec(f"h{i}", prompt=1, max_tokens=1))
         batcher.cancel(f"h{i}")
     assert batcher.gauges().rooms[0].sequences == 0  # it is the turn of those who were passed over
+
+
+def test_higher_ones_get_every_place_that_lower_ones_hold() -> None:
+    places = 2 * PASSES
+    batcher, _ = full_of_batch(places=places, num_blocks=512)
+    for i in range(places):
+        assert batcher.gauges().rooms[0].sequences == places - i
+        batcher.reserve(make_spec(f"h{i}", prompt=4, max_tokens=20))
+        step(batcher, steady)
+        batcher.check()
+    assert batcher.gauges().preempted == places
+    assert len([update for update in run_dry(batcher, steady) if update.finish]) == 2 * places
