@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.bench.journal import Journal
+from kernels.bench.machine import machine, told
 from kernels.chip import capability
 from kernels.dispatch import choose, choose_device
 from kernels.linear.quantize import GPU_QUANTS
@@ -298,7 +299,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--peer", action="store_true", help="transformers' continuous batching too")
     parser.add_argument("--json", type=Path, help="write raw samples there")
-    parser.add_argument("--rows", type=Path, help="write each case there as it comes; what it holds is left out")
+    parser.add_argument(
+        "--rows", type=Path, help="write each case there as it comes; what it holds of this card is left out"
+    )
     options = parser.parse_args(argv)
     chosen, why = choose_device("cuda")
     if chosen != "cuda":
@@ -312,10 +315,11 @@ def main(argv: Sequence[str]) -> int:
         print(exc, file=sys.stderr)
         return 1
     rate = copy_rate(device)
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {rate / 1e12:.2f} TB/s")
+    here = machine()
+    print(f"{told(here)}: copy {rate / 1e12:.2f} TB/s")
     rows, name, model = [], "", None
-    journal = Journal(options.rows) if options.rows else None
-    formats = {"quant": options.quant, "kv": options.kv, "exact": options.exact}
+    journal = Journal(options.rows, here) if options.rows else None
+    formats = {"quant": options.quant, "kv": options.kv, "exact": options.exact, "fuse": options.fuse}
     known = worker_times(journal, formats)
     for case, sequences, context in CASES:
         if options.only not in f"{case}-{sequences}" or (case, sequences) in known:
@@ -330,8 +334,7 @@ def main(argv: Sequence[str]) -> int:
         print(rows[-1].line(), flush=True)
         known[case, sequences] = rows[-1].runner_s
         if journal:
-            facts = {"card": torch.cuda.get_device_name(device), "torch": torch.__version__, "copy": rate}
-            journal.append(**asdict(rows[-1]), line=rows[-1].line(), **formats, **facts)
+            journal.append(**asdict(rows[-1]), line=rows[-1].line(), **formats, copy=rate)
         if options.profile:
             print(run.profile(), flush=True)
         run.graphs.drop()
@@ -342,8 +345,7 @@ def main(argv: Sequence[str]) -> int:
         measure_peers(known, options.only, journal, device)
     if options.json is not None:
         facts = {
-            "card": torch.cuda.get_device_name(device),
-            "torch": torch.__version__,
+            **here,
             "python": platform.python_version(),
             "quant": options.quant,
             "kv": options.kv,

@@ -12,10 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-import triton
 
 from kernels.bench.journal import Journal
 from kernels.bench.limits import Limits, measure
+from kernels.bench.machine import machine, told
 from kernels.bench.row import Case, Measured
 from kernels.bench.timing import seconds
 from kernels.chip import FP8_CAPABILITY, capability
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", action="append", metavar="PATTERN", help="cases whose shape matches a shell pattern")
     parser.add_argument("--json", type=Path, metavar="FILE", help="raw results")
     parser.add_argument(
-        "--rows", type=Path, metavar="FILE", help="each as a line as it comes; what it holds is left out"
+        "--rows", type=Path, metavar="FILE", help="each as a line as it comes; what it holds of this card is left out"
     )
     if argv and argv[0] in COMMANDS:
         return int(importlib.import_module(f"kernels.bench.{argv[0]}").main(argv[1:]))
@@ -84,10 +84,10 @@ def main(argv: list[str]) -> int:
         return 1
     torch.manual_seed(0)
     limits = measure()
-    card, versions = torch.cuda.get_device_name(), f"torch {torch.__version__}, triton {triton.__version__}"
-    print(f"{card}, {versions}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, matmul {limits.flops / 1e12:.0f} TFLOP/s")
+    here = machine()
+    print(f"{told(here)}: copy {limits.bytes_per_s / 1e12:.2f} TB/s, matmul {limits.flops / 1e12:.0f} TFLOP/s")
     rows = []
-    journal = Journal(options.rows) if options.rows else None
+    journal = Journal(options.rows, here) if options.rows else None
     known = {(entry.get("operation"), entry.get("shape")) for entry in (journal.read() if journal else [])}
     for case in cases(options.suites or list(SUITES)):
         if (case.operation, case.shape) in known or not wanted(case, options.only):
@@ -99,11 +99,10 @@ def main(argv: list[str]) -> int:
         torch.cuda.empty_cache()
         print(line(rows[-1]), flush=True)
         if journal:
-            facts = {"card": card, "versions": versions, "limits": asdict(limits)}
-            journal.append(**asdict(rows[-1]), line=line(rows[-1]), **facts)
+            journal.append(**asdict(rows[-1]), line=line(rows[-1]), limits=asdict(limits))
     if options.json:
-        told = {"card": card, "versions": versions, "limits": asdict(limits), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        found = {**here, "limits": asdict(limits), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Tests first, then what the goals are about, launch shapes, whole models, peers and the rest. Each step writes what it
 measures as it goes into FOLDER, so that nothing is lost when the card is taken away; called again with the same folder,
-it goes on where it stopped.
+it goes on where it stopped. On another card, or with another torch or Triton, it begins anew and mixes nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from kernels.bench.journal import Journal
 from kernels.bench.loan import Step, run_steps, statuses
+from kernels.bench.machine import machine, told
 
 ROOT = Path(__file__).parents[2]
 _GRACE_S = 10.0
@@ -77,12 +78,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def table(folder: Path) -> str:
-    """What is known so far, as text: steps, then rows."""
-    journal = Journal(folder / "card.jsonl")
-    lines = [f"{name:34} {status}" for name, status in statuses(journal).items()]
+def table(folder: Path, here: Mapping[str, str]) -> str:
+    """What is known so far of this card, as text: steps, then rows."""
+    journal = Journal(folder / "card.jsonl", here)
+    lines = [told(here), "", *(f"{name:34} {status}" for name, status in statuses(journal).items())]
     for file in ("rows.jsonl", "models.jsonl"):
-        lines += ["", *(entry["line"] for entry in Journal(folder / file).read() if "line" in entry)]
+        lines += ["", *(entry["line"] for entry in Journal(folder / file, here).read() if "line" in entry)]
     return "\n".join(lines) + "\n"
 
 
@@ -98,24 +99,28 @@ def main(argv: Sequence[str]) -> int:
         return 1
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    return measure(folder, options.minutes * 60)
+    return measure(folder, options.minutes * 60, machine())
 
 
-def measure(folder: Path, seconds: float) -> int:
-    """Run the steps for some seconds; 0 when all are done."""
+def measure(folder: Path, seconds: float, here: Mapping[str, str]) -> int:
+    """Run the steps for some seconds; 0 when all are done.
+
+    Args:
+        here: what they run on, see `machine`.
+    """
 
     def launched(step: Step, limit_s: float) -> int | None:
         print(f"{step.name}, at most {limit_s:.0f} s", flush=True)
         ended = launch(step, limit_s, folder)
-        (folder / "card.txt").write_text(table(folder))
+        (folder / "card.txt").write_text(table(folder, here))
         return ended
 
-    journal = Journal(folder / "card.jsonl")
+    journal = Journal(folder / "card.jsonl", here)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run_steps(steps(folder), journal, time.monotonic() + seconds - _GRACE_S, time.monotonic, launched)
     finally:
-        (folder / "card.txt").write_text(table(folder))
-        print(table(folder), end="")
+        (folder / "card.txt").write_text(table(folder, here))
+        print(table(folder, here), end="")
     known = statuses(journal)
     return 0 if all(known.get(step.name) == "done" for step in steps(folder)) else 1

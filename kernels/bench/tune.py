@@ -1,8 +1,8 @@
 """`python -m kernels.bench tune`: launch shapes of attention, measured; none of them can change a bit.
 
 Every shape that `triton_tuning.candidates` allows is timed at the goals' shapes. What was tried goes into tried.jsonl
-and is not tried again; the best by kind of pool go into tuning_smXY.json, which is used once it lies in
-kernels/attention (its entries are checked there, and it is part of the `numerics` id).
+and is not tried again on the same card with the same versions. The best by kind of pool go into tuning_smXY.json,
+which is used once it lies in kernels/attention (its entries are checked there, and it is part of the `numerics` id).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from kernels.attention.triton_tuning import Shape, candidates, decoded, forced, prefilled
 from kernels.bench.journal import Journal
+from kernels.bench.machine import machine
 from kernels.bench.row import Case
 from kernels.bench.timing import seconds
 from kernels.chip import capability
@@ -108,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         print("no GPU here: nothing to measure", file=sys.stderr)
         return 1
     device = torch.device("cuda", 0)
-    journal = Journal(options.folder / "tried.jsonl")
+    journal = Journal(options.folder / "tried.jsonl", machine())
 
     def timed(case: Case) -> float:
         took = seconds(case.make()[0])

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from kernels.testing import DEVICE
 from kernels.attention import triton_attention, triton_tuning
 from kernels.attention.triton_tuning import Shape, TuningError, candidates, default_shape, forced, read_table, stages
 from kernels.bench import __main__ as bench
-from kernels.bench import card, tune
+from kernels.bench import card, machine, tune
 from kernels.bench.journal import Journal
 from kernels.bench.limits import Limits
 from kernels.bench.loan import DONE, FAILED, LEFT_OUT, OUT_OF_TIME, Step, run_steps, statuses
@@ -121,11 +122,28 @@ def test_every_step_is_a_command_there_is(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fake_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a card")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(bench, "measure", lambda: Limits(1e12, 1e13))
+    with pretend((9, 0)):
+        yield
+
+
+def another(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """From here on another card, chip, torch or Triton is at hand."""
+    if what == "card":
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another card")
+    elif what == "chip":
+        monkeypatch.setattr(machine, "capability", lambda _: (8, 0))
+        monkeypatch.setattr(tune, "capability", lambda _: (8, 0))
+    else:
+        monkeypatch.setattr(getattr(machine, what), "__version__", "99.0")
+
+
+OTHERS = ("card", "chip", "torch", "triton")
 
 
 @pytest.mark.usefixtures("fake_card")
@@ -157,18 +175,88 @@ def test_rows_are_written_as_they_come_and_not_measured_twice(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("fake_card")
+@pytest.mark.parametrize("what", OTHERS)
+def test_rows_of_another_card_are_not_this_one_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    measured: list[float] = []
+    monkeypatch.setattr(bench, "seconds", lambda _: measured.append(1e-3) or 1e-3)
+    monkeypatch.setattr(bench, "cases", lambda _: iter([Case("linear", "M=1", 1e9, 1e9, lambda: (list, {}))]))
+    for times in (1, 2, 2):  # measured, again elsewhere, and there no more
+        assert bench.main(["linear", "--rows", str(tmp_path / "rows.jsonl")]) == 0
+        assert len(measured) == times
+        another(monkeypatch, what)
+
+
+@pytest.mark.usefixtures("fake_card")
+@pytest.mark.parametrize("what", OTHERS)
+def test_launch_shapes_are_chosen_by_the_times_of_their_own_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    tried: list[Shape] = []
+
+    def seconds(_: object) -> float:
+        tried.append(triton_tuning.shape(128, False, CPU))
+        return 1.0 if tried[-1].split_stages == fastest else 2.0
+
+    monkeypatch.setattr(tune, "seconds", seconds)
+    monkeypatch.setattr(tune, "cases_of", lambda *_: [Case("attention", "", 1, 1, lambda: (list, {}))])
+    for fastest in (2, 5):
+        assert tune.main(["--folder", str(tmp_path)]) == 0
+        (file,) = tmp_path.glob("tuning_sm*.json")
+        assert [entry["split_stages"] for entry in json.loads(file.read_text())] == [fastest, fastest]
+        file.unlink()
+        another(monkeypatch, what)
+    assert len(tried) == len(Journal(tmp_path / "tried.jsonl").read())
+
+
+@pytest.mark.usefixtures("fake_card")
+@pytest.mark.parametrize("what", OTHERS)
+def test_models_on_another_card_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    measured: list[str] = []
+
+    class Made:
+        graphs = SimpleNamespace(drop=lambda: None)
+
+        def __init__(self, *_: object) -> None: ...
+
+        def measure(self, name: str, *_: object) -> device_model.Row:
+            measured.append(name)
+            return device_model.Row(name, 1, 1024, 1, 0.5, 1.0, 1.0, [1.0], [1.0])
+
+    monkeypatch.setattr(device_model, "choose_device", lambda _: ("cuda", ""))
+    monkeypatch.setattr(device_model, "copy_rate", lambda _: 1e12)
+    monkeypatch.setattr(device_model, "make_model", lambda *_: None)
+    monkeypatch.setattr(device_model, "Case", Made)
+    monkeypatch.setattr(device_model, "CASES", (("llama-8b", 1, 1024),))
+    rows = ["--rows", str(tmp_path / "models.jsonl")]
+    for times, options in ((1, []), (1, []), (2, ["--fuse", "never"])):
+        assert device_model.main([*rows, *options]) == 0
+        assert len(measured) == times
+    another(monkeypatch, what)
+    for times in (3, 3):
+        assert device_model.main(rows) == 0
+        assert len(measured) == times
+
+
+@pytest.mark.usefixtures("fake_card")
 def test_a_whole_run_leaves_a_table_and_is_over_when_all_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     echo = "import sys, pathlib; open(sys.argv[1], 'a').write(sys.argv[2] + chr(10))"
-    line = json.dumps({"line": "decode 90 % of copy"})
+    line = json.dumps({"line": "decode 90 % of copy", **machine.machine()}) + "\n" + json.dumps({"line": "unknown"})
     write = (sys.executable, "-c", echo, str(tmp_path / "rows.jsonl"), line)
     monkeypatch.setattr(card, "steps", lambda _: [Step("one", write, 60), Step("two", (sys.executable, "-c", "0"), 60)])
     monkeypatch.setattr(card.signal, "signal", lambda *_: None)
     assert bench.main(["card", "--minutes", "2", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "card.txt").read_text()
-    assert text.split() == ["one", "done", "two", "done", "decode", "90", "%", "of", "copy"]
+    head, *rest = text.splitlines()
+    assert head == f"a card, sm_90, torch {torch.__version__}, triton {machine.triton.__version__}"
+    # rows of nobody knows which card are not this one's
+    assert " ".join(rest).split() == ["one", "done", "two", "done", "decode", "90", "%", "of", "copy"]
     assert text in capsys.readouterr().out
+    another(monkeypatch, "card")
+    assert card.table(tmp_path, machine.machine()).split("\n", 1)[1].split() == []
+    assert bench.main(["card", "--minutes", "2", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "card.txt").read_text().splitlines()[2].split() == ["one", "done"]
     with pytest.raises(SystemExit):
         bench.main(["card", "--minutes", "0", "--out", str(tmp_path)])
 
