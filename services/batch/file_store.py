@@ -46,17 +46,29 @@ class FileStore:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    async def open(self, tenant: TenantId, meta: FileMeta, now_s: int, file_id: FileId | None = None) -> FileId:
+    async def open(
+        self,
+        tenant: TenantId,
+        meta: FileMeta,
+        now_s: int,
+        file_id: FileId | None = None,
+        made_us: int | None = None,
+    ) -> FileId:
         """Begin an upload; one that has begun under `file_id` before goes on as it is. Returns its id.
+
+        Args:
+            made_us: a purge takes what was made before it was ordered, and a batch's answers with the batch: when that
+                was made, unix microseconds. None: now.
 
         Raises Forbidden when the tenant has too many files; not for one whose id is given.
         """
         limit = 0 if file_id else self._limits.max_files
         file_id = file_id or FileId(f"file-{secrets.token_hex(16)}")
         sealed = self._seal_meta(tenant, file_id, meta)
+        made = "" if made_us is None else str(made_us)
         await self._redis.execute("SADD", self._keys.tenants, tenant)
         keys = [self._keys.file(tenant, file_id), self._keys.of(tenant, "uploads"), self._index(tenant, "")]
-        if await self._redis.script(_OPEN, keys, (file_id, sealed, now_s, limit)) == b"full":
+        if await self._redis.script(_OPEN, keys, (file_id, sealed, now_s, limit, made)) == b"full":
             raise Forbidden(
                 f"you have {limit} files, the most there may be; delete some", param="file", code=STORAGE_LIMIT
             )

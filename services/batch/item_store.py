@@ -68,7 +68,7 @@ class ItemStore:
         keys = [self._keys.job(tenant, batch_id)]
         keys += self._keys.job_parts(tenant, batch_id, "bodies", "results", "epochs", "settles", "tokens")
         keys += [self._keys.of(tenant, "enqueued"), self._keys.job(tenant, batch_id, "finished")]
-        keys.append(self._keys.of(tenant, "stored"))
+        keys += [self._keys.of(tenant, "stored"), self._keys.job(tenant, batch_id, "refs")]
         arguments = (str(number), epoch, sealed, sealed_settle, int(result.ok))
         tokens = (result.prompt_tokens, result.cached_tokens, result.completion_tokens)
         listed = int(batch_id == QUEUE_BATCH)

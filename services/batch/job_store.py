@@ -29,7 +29,7 @@ _CREATE, _MOVE = lua("job_create"), lua("job_move")
 _LEASE_TAKE, _LEASE_GIVE = lua("lease_take"), lua("lease_give")
 _COUNTS = (
     *("in_progress_s", "finalizing_s", "completed_s", "failed_s", "expired_s", "cancelling_s", "cancelled_s"),
-    *("total", "completed", "failed", "claims", "enqueued"),
+    *("total", "completed", "failed", "claims", "enqueued", "made_us"),
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
 )
 _TEXTS = ("ending", "model", "output_file_id", "error_file_id")

@@ -90,7 +90,7 @@ class _Writer:
         )
         name = hashlib.blake2b(f"{self._job.batch_id} {self._kind}".encode(), digest_size=16).hexdigest()
         tenant = self._job.tenant
-        self._file_id = await self._store.files.open(tenant, meta, now_s, FileId(f"file-{name}"))
+        self._file_id = await self._store.files.open(tenant, meta, now_s, FileId(f"file-{name}"), self._job.made_us)
         self._ready = await self._store.files.is_ready(tenant, self._file_id)
 
     async def _append(self, chunk: bytes) -> None:

@@ -59,13 +59,14 @@ class QueueStore:
     ) -> str:
         """Keep a line's body, once.
 
-        Returns "" when it is kept, "done" when the line has a result already, "over_limit" when the tenant would have
-        more than `tokens_limit` prompt tokens waiting, "full" when more than `lines_limit` lines (0 = any number),
-        "over_storage" when it would store too much.
+        Returns "" when it is kept, "done" when the line has a result already or was purged, "over_limit" when the
+        tenant would have more than `tokens_limit` prompt tokens waiting, "full" when more than `lines_limit` lines
+        (0 = any number), "over_storage" when it would store too much.
         """
         keys = [self._keys.job(tenant, QUEUE_BATCH)]
         keys += self._keys.job_parts(tenant, QUEUE_BATCH, "bodies", "results", "tokens")
         keys += [self._keys.of(tenant, name) for name in ("enqueued", "stored")]
+        keys.append(self._keys.job(tenant, QUEUE_BATCH, "refs"))
         sealed = self._items.seal_body(tenant, QUEUE_BATCH, number, body)
         code = await self._redis.script(
             _PUT,

@@ -87,6 +87,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     enqueued: int = 0
     """Items 1 to this number have been put on the queue."""
     model: str = ""
+    made_us: int = 0
+    """When it was made by the clock of Redis, unix microseconds; 0: not known."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

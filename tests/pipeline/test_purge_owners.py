@@ -13,6 +13,7 @@ import pytest
 
 from services.batch import intake as intake_module
 from services.batch.intake import Intake
+from services.batch.records import QUEUE_BATCH, FileMeta, Put
 from services.scheduler.effects import CancelAt
 from shared.bus.bus import Delivery
 from shared.bus.memory_bus import MemoryBroker, MemoryBus
@@ -28,7 +29,18 @@ from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.served_models import ServedModel, ServedModels
 from shared.security.generations import Generations
 from shared.security.purge_orders import PurgeOrders
-from tests.pipeline.batch_support import ANN, BOB, MODEL, batch_store, everything, input_line, job_in_progress, upload
+from tests.pipeline.batch_support import (
+    ANN,
+    BOB,
+    MODEL,
+    answer,
+    batch_store,
+    everything,
+    input_line,
+    item,
+    job_in_progress,
+    upload,
+)
 from tests.pipeline.executor_support import chat_body, executor_world
 from tests.pipeline.gateway_support import HEADERS, Backend, chat, gateway_stack
 from tests.pipeline.keyed_support import until
@@ -139,7 +151,7 @@ async def test_a_purge_takes_files_batches_and_queue_of_one_tenant(redis_server:
             await upload(store, b"some lines", tenant)
             await store.queue.slot(tenant, "1-1", "c", 1)
         others = sorted((await everything(redis, f"{prefix}:{{{BOB}}}")).split(b"\n"))
-        order = order_for(ANN, ordered_s=1000.0)
+        order = order_for(ANN, ordered_s=await redis.now_s())
         # a batch, its input, another file, and the standing batch of the queue
         assert await store.purges.purge(order) == {"files": 2, "batches": 2}
         left = [key.decode().rpartition(":")[2] for key in await redis.execute("KEYS", f"{prefix}:{{{ANN}}}:*")]
@@ -166,6 +178,42 @@ async def test_a_line_after_a_purge_has_no_number_of_one_before_it_and_the_reten
         # an older order that is carried out later lets no older line in
         await store.purges.purge(order_for(ANN, "p-0", ordered_s=5.0))
         assert await store.purges.purged_us(ANN) == 9_000_000
+
+
+async def test_a_purge_spares_what_was_made_after_it_was_ordered(redis_server: RedisServer) -> None:
+    """Whenever it is carried out: late, by a second process, or again after half of it."""
+    async with batch_store(redis_server) as (store, redis, _):
+        old_job, old_file = await job_in_progress(store, 3, ANN), await upload(store, b"old", ANN)
+        await store.queue.put_body(ANN, (await store.queue.slot(ANN, "1-1", "c", 1)).number, item(1))
+        await store.queue.slot(ANN, "2-1", "d", 1)
+        await store.items.put_result(ANN, QUEUE_BATCH, 2, answer(2), epoch=0)
+        ordered_s = await redis.now_s()
+        new_job, new_file = await job_in_progress(store, 2, ANN), await upload(store, b"new", ANN)
+        since = int(ordered_s * 1e6)
+        await store.queue.put_body(ANN, (await store.queue.slot(ANN, f"3-{since}", "c2", 1)).number, item(3))
+        await store.queue.slot(ANN, f"4-{since}", "d", 1)
+        await store.items.put_result(ANN, QUEUE_BATCH, 4, answer(4), epoch=0)
+        # what a batch from before it writes now goes with it
+        meta = FileMeta("out", "batch_output", 1, 0)
+        late = await store.files.open(ANN, meta, int(ordered_s), FileId("file-late"), old_job.made_us)
+        for purge_id, took in (("p-1", {"files": 3, "batches": 1}), ("p-2", {"files": 0, "batches": 0})):
+            assert await store.purges.purge(order_for(ANN, purge_id, ordered_s=ordered_s)) == took
+            assert {file.file_id for file in (await store.files.page(ANN))[0]} == {new_file, new_job.spec.input_file_id}
+            assert [job.batch_id for job in (await store.jobs.page(ANN))[0]] == [new_job.batch_id]
+            assert not await store.files.is_ready(ANN, old_file)
+            assert await store.files.chunk(ANN, late, 0) == b""
+            assert [found.number for found in (await store.queue.results(ANN, "", 9))[0]] == [4]
+            assert (await store.queue.open_items(ANN))[0] == [3]
+            assert await store.queue.waiting(ANN) == 1
+            # 2 lines of the batch, and one of the queue
+            assert await store.jobs.enqueued_tokens(ANN) == 30
+        assert await store.items.unfinished(ANN, new_job.batch_id, [1, 2]) == {1: "c1", 2: "c2"}
+        # a line of before it that is still in hand comes to nothing
+        assert await store.queue.put_body(ANN, 1, item(1)) == "done"
+        assert (await store.items.put_result(ANN, QUEUE_BATCH, 1, answer(1), epoch=0))[0] is Put.ENDED
+        # and nothing is left, of counts neither, when the rest is purged too
+        await store.purges.purge(order_for(ANN, "p-3", ordered_s=await redis.now_s()))
+        assert (await store.files.stored_bytes(ANN), await store.jobs.enqueued_tokens(ANN)) == (0, 0)
 
 
 async def test_an_item_that_runs_ends_and_leaves_nothing(redis_server: RedisServer) -> None:

@@ -1,6 +1,6 @@
 -- The result of an item, written once; the batch's counts change with it.
 -- KEYS: job, bodies, results, epochs, settles, tokens, tenant's enqueued tokens, finished (stream; of the standing
---       batch), stored (tenant's bytes)
+--       batch), stored (tenant's bytes), refs (of the standing batch)
 -- ARGV: number, epoch of the run (0 = the batch's own word), sealed result, sealed settlement or empty,
 --       completed (1 | 0), prompt, cached, completion tokens, 1 if finished items are listed, life of settlements (s)
 -- Returns {code, items without result}: stored | exists | fenced | ended
@@ -10,6 +10,9 @@ local status = found[1]
 local left = tonumber(found[2] or '0') - tonumber(found[3] or '0') - tonumber(found[4] or '0')
 if status ~= 'in_progress' and status ~= 'finalizing' and status ~= 'cancelling' then
   return {'ended', 0}
+end
+if ARGV[9] == '1' and redis.call('HEXISTS', KEYS[10], number) == 0 then
+  return {'ended', left} -- a purge took the line
 end
 if redis.call('HEXISTS', KEYS[3], number) == 1 then
   return {'exists', left}

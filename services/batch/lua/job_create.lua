@@ -20,7 +20,9 @@ if limit > 0 and tonumber(redis.call('GET', KEYS[6]) or '0') + tonumber(size) > 
 end
 redis.call('INCRBY', KEYS[6], size)
 redis.call('HINCRBY', KEYS[2], 'readers', 1)
-redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'status', ARGV[3], 'held_bytes', size)
+local time = redis.call('TIME')
+local made = time[1] .. string.format('%06d', time[2])
+redis.call('HSET', KEYS[1], 'spec', ARGV[2], 'status', ARGV[3], 'held_bytes', size, 'made_us', made)
 redis.call('ZADD', KEYS[3], redis.call('INCR', KEYS[5]), ARGV[1])
 redis.call('SADD', KEYS[4], ARGV[1])
 return 1

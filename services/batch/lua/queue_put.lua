@@ -1,11 +1,11 @@
 -- The body of a line of the standing batch, once; its prompt tokens count as enqueued.
--- KEYS: job, bodies, results, tokens, tenant's enqueued tokens, stored (tenant's bytes)
+-- KEYS: job, bodies, results, tokens, tenant's enqueued tokens, stored (tenant's bytes), refs
 -- ARGV: number, sealed body, prompt tokens, most enqueued tokens (0 = any), most bodies (0 = any), most stored bytes
 --       (0 = any)
--- Returns 1, 0 when it has a result already, -1 when the tokens are over the limit, -2 when the lines are, -3 when the
+-- Returns 1, 0 when it has a result already or a purge took its number, -1 when the tokens are over the limit, -2 when the lines are, -3 when the
 -- bytes are
 local number, tokens, limit, lines = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-if redis.call('HEXISTS', KEYS[3], number) == 1 then
+if redis.call('HEXISTS', KEYS[3], number) == 1 or redis.call('HEXISTS', KEYS[7], number) == 0 then
   return 0
 end
 if redis.call('HEXISTS', KEYS[2], number) == 1 then
