@@ -159,8 +159,9 @@ class IdempotencyRecords:
         return i.IdempotencyWritten(held=code > _TAKEN_OVER, gone=code == _GONE, cancel=code == _SHALL_END)
 
     async def _life_s(self, tenant: TenantId, state: str) -> int:
+        # What broke off ends with the retention too: whoever goes on with it comes within `LEAST_S`.
         life_s = self.life_s(state)
-        if self._retention is None or state in (i.RUNNING, i.OPEN):
+        if self._retention is None or state == i.RUNNING:
             return life_s
         return kept_s(life_s, await self._retention(tenant))
 

@@ -193,9 +193,10 @@ async def test_nothing_of_an_answer_lies_open_and_moved_parts_do_not_open(store:
         await store.claim(B)
 
 
+@pytest.mark.parametrize("ended", [i.DONE, i.OPEN])
 @pytest.mark.parametrize(("retention_s", "most"), [(-1, 600), (120, 120), (0, 60)])
-async def test_a_tenants_retention_ends_a_record_earlier_once_it_is_done(
-    store: Store, retention_s: int, most: int
+async def test_a_tenants_retention_ends_a_record_earlier_once_it_runs_no_more(
+    store: Store, retention_s: int, most: int, ended: str
 ) -> None:
     async def retention(tenant: TenantId) -> int:
         assert tenant == T
@@ -206,7 +207,7 @@ async def test_a_tenants_retention_ends_a_record_earlier_once_it_is_done(
     names = store.kept._keys(T, mine.request_id)[:2]
     assert await store.write(mine, state=i.RUNNING, first_part=0, parts=(b"a",))
     assert await store.redis.execute("TTL", names[0]) > 500  # what runs is not cut short
-    assert await store.write(mine, state=i.DONE, first_part=1, parts=(b"b",))
+    assert await store.write(mine, state=ended, first_part=1, parts=(b"b",))
     assert all([most - 30 < await store.redis.execute("TTL", name) <= most for name in names])
 
 
