@@ -51,9 +51,9 @@ class Totals(msgspec.Struct, frozen=True, omit_defaults=True):
     first_token_s: float = 0.0  # wall time from reservation to first sampled token
     preemptions: int = 0  # how often its blocks were taken; what was computed again is in `wasted_tokens`
     drafted_tokens: int = 0  # guesses that steps verified; wrong ones are in `wasted_tokens`
-    accepted_tokens: int = 0  # those that were right
+    accepted_tokens: int = 0  # those that were right and became text
     predicted_tokens: int = 0  # guesses that came from the request's prediction
-    predicted_right_tokens: int = 0  # those that were right
+    predicted_right_tokens: int = 0  # those that were right and are in the completion
 
 
 def sum_totals(parts: Iterable[Totals]) -> Totals:

@@ -374,7 +374,6 @@ class Batcher:
         elif not seq.finish:
             if row.drafted:
                 seq.settle_draft(len(sampled))
-                self._speculation.verified(seq, row.drafted, len(sampled) - 1)
             # behind the first of a stretch each token it drew was computed too, but for the last
             seq.num_confirmed_tokens = row.start + len(row.token_ids) + len(sampled) - row.num_sampled
             if self._followers:
@@ -382,6 +381,9 @@ class Batcher:
             first_seq, taken = seq.num_output_tokens, seq.append(sampled)
             # a row may have ended inside a draft: behind its last token there is no text
             seq.num_confirmed_tokens = min(seq.num_confirmed_tokens, len(seq.tokens))
+            if row.drafted:
+                right = min(len(sampled) - 1, len(taken))
+                self._speculation.verified(seq, row.drafted, right, len(seq.tokens) - len(taken))
             if logprobs:
                 scored, logprobs = logprobs[: len(row.scored)], logprobs[len(row.scored) :]
                 self._report(seq, first_seq, taken, logprobs=logprobs[: len(taken)], scored=scored)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -59,9 +60,9 @@ class Sequence:
     num_placeholders: int = 0  # tokens that steps in flight will sample, at least
     num_drafted: int = 0  # tokens of its step in flight that are a guess; nothing is planned behind them
     num_verified: int = 0  # guessed tokens of steps that have ended
-    num_accepted: int = 0  # those of them that were right
+    num_accepted: int = 0  # those of them that were right and became text
     num_predicted: int = 0  # guessed tokens that came from the request's prediction
-    num_predicted_right: int = 0  # those of them that were right
+    predicted_right: list[int] = field(default_factory=list)  # where those of them that were right stand in the text
     steps_in_flight: int = 0
     pins: int = 0  # readers and writers outside the steps
     cleaning: int = 0  # own blocks the cleaner has not zeroed yet
@@ -265,8 +266,6 @@ class Sequence:
         """Its step in flight drew so many tokens that count: KV of guessed tokens behind them was never stored."""
         accepted = num_sampled - 1
         rejected = self.num_drafted - accepted
-        self.num_verified += self.num_drafted
-        self.num_accepted += accepted
         self.num_redone_tokens += rejected
         self.num_computed_tokens -= rejected
         self._furthest -= rejected
@@ -432,5 +431,5 @@ class Sequence:
             drafted_tokens=self.num_verified,
             accepted_tokens=self.num_accepted,
             predicted_tokens=self.num_predicted,
-            predicted_right_tokens=self.num_predicted_right,
+            predicted_right_tokens=bisect_left(self.predicted_right, len(self.tokens)),
         )

@@ -84,16 +84,19 @@ class Speculation:
                 writer.record.does_not_pay(draft.match, len(seq.tokens))
         return drafts
 
-    def verified(self, seq: Sequence, drafted: int, accepted: int) -> None:
-        """A step has verified a draft of the sequence: its first `accepted` tokens were right."""
+    def verified(self, seq: Sequence, drafted: int, accepted: int, at: int) -> None:
+        """A step has verified a draft of the sequence: its first `accepted` tokens, from position `at` on, were right
+        and are text now."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
+        seq.num_verified += drafted
+        seq.num_accepted += accepted
         writer = self._writer(seq)
-        writer.record.verified(writer.draft.match, drafted, accepted, len(seq.tokens))
+        writer.record.verified(writer.draft.match, drafted, accepted, at)
         if writer.draft.predicted:
             seq.num_predicted += drafted
-            seq.num_predicted_right += accepted
+            seq.predicted_right += range(at, at + accepted)
 
     def took(self, plan: StepPlan, output: StepOutput, model: StepTimeModel) -> None:
         """A step has ended: what it took is kept in mind."""

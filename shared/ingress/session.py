@@ -168,8 +168,9 @@ class Session:
         cached = min(self.stream.totals.cached_tokens, prompt)
         guesses = None
         if self.plan.sampling.prediction:
-            totals = self.stream.totals
-            guesses = totals.predicted_right_tokens, totals.predicted_tokens - totals.predicted_right_tokens
+            totals = self.stream.totals  # a worker's own, which may not have heard yet where the text was cut
+            right = min(totals.predicted_right_tokens, self.stream.num_committed)
+            guesses = right, totals.predicted_tokens - right
         return Usage(prompt, self.stream.num_committed, cached, self._output.thought_tokens, guesses)
 
     # ------------------------------------------------------------------------------------------ client side

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
+from shared.contracts.tokens import pack_tokens
 from shared.engine import draft_length, worker_engine
 from shared.engine.batcher import Batcher
 from shared.engine.draft_costs import DraftCosts
@@ -155,6 +156,37 @@ def test_the_account_tells_guesses_and_counts_wrong_ones_as_waste() -> None:
     assert (gauges.drafted, gauges.accepted) == (totals.drafted_tokens, totals.accepted_tokens)
     assert totals.computed_tokens == 7 + 59 + totals.wasted_tokens
     assert totals.wasted_tokens == totals.drafted_tokens - totals.accepted_tokens
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("ends_at", range(8, 20))
+def test_what_lies_behind_an_end_is_no_accepted_guess(ends_at: int, cut: bool) -> None:
+    """The prediction is right throughout. An ending token stands in it, or somebody cuts the text there afterwards."""
+    right = tuple(range(207, 240))
+
+    def tokens(seq_id: str, position: int) -> int:
+        return EOS if position == ends_at and not cut else right[position - 7]
+
+    predicted = [EOS if i == ends_at - 7 and not cut else token for i, token in enumerate(right)]
+    batcher, guessed, totals = make(), list[int](), None
+    batcher.reserve(make_spec("a", 7, sampling=SamplingParams(max_tokens=30, prediction=pack_tokens(predicted))))
+    while totals is None:
+        plan = batcher.plan()
+        assert plan is not None
+        for row in plan.sequences:
+            end = row.start + len(row.token_ids)
+            guessed += range(end - row.drafted, end)
+        updates = batcher.commit(output_of(plan, tokens))
+        if cut and len(batcher.outputs("a")) > ends_at - 7:
+            totals = batcher.finish("a", ends_at + 1 - 7)
+        for update in updates:
+            totals = totals or update.totals
+    gauges = batcher.gauges()
+    assert totals.completion_tokens == ends_at + 1 - 7
+    assert totals.predicted_tokens == len(guessed) == totals.drafted_tokens == gauges.drafted > 0
+    assert totals.predicted_right_tokens == sum(position <= ends_at for position in guessed)
+    assert gauges.accepted == totals.accepted_tokens >= totals.predicted_right_tokens
+    assert cut or totals.accepted_tokens == totals.predicted_right_tokens
 
 
 def test_no_block_is_told_of_before_its_tokens_are_drawn() -> None:
