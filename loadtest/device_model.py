@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.bench.journal import Journal
+from kernels.bench.journal import Journal, unwritable
 from kernels.bench.machine import machine, told
 from kernels.chip import capability
 from kernels.dispatch import choose, choose_device
@@ -306,6 +306,9 @@ def main(argv: Sequence[str]) -> int:
     chosen, why = choose_device("cuda")
     if chosen != "cuda":
         print(f"no GPU to measure on: {why}", file=sys.stderr)
+        return 1
+    if why := unwritable(options.rows, options.json):
+        print(why, file=sys.stderr)
         return 1
     device = torch.device(chosen, 0)
     try:

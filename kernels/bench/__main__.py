@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.bench.journal import Journal
+from kernels.bench.journal import Journal, unwritable
 from kernels.bench.limits import Limits, measure
 from kernels.bench.machine import machine, told
 from kernels.bench.row import Case, Measured
@@ -81,6 +81,9 @@ def main(argv: list[str]) -> int:
         parser.error(f"no operation named {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure", file=sys.stderr)
+        return 1
+    if why := unwritable(options.rows, options.json):
+        print(why, file=sys.stderr)
         return 1
     torch.manual_seed(0)
     limits = measure()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.bench.journal import Journal
+from kernels.bench.journal import Journal, unwritable
 from kernels.bench.loan import Step, run_steps, statuses
 from kernels.bench.machine import machine, told
 
@@ -98,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
         print("no GPU here: nothing to measure", file=sys.stderr)
         return 1
     folder = options.out.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    if why := unwritable(folder / "card.jsonl", folder / "card.txt"):
+        print(why, file=sys.stderr)
+        return 1
     return measure(folder, options.minutes * 60, machine())
 
 

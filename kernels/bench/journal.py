@@ -35,6 +35,17 @@ class Journal:
             os.fsync(out.fileno())
 
 
+def unwritable(*files: Path | None) -> str:
+    """Make the folders of files that will be written when something was measured; why one cannot be, "" if all can."""
+    for file in filter(None, files):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("ab").close()
+        except OSError as exc:
+            return f"{file}: {exc.strerror}"
+    return ""
+
+
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kernels.attention.triton_tuning import Shape, candidates, decoded, forced, prefilled
-from kernels.bench.journal import Journal
+from kernels.bench.journal import Journal, unwritable
 from kernels.bench.machine import machine
 from kernels.bench.row import Case
 from kernels.bench.timing import seconds
@@ -103,13 +103,18 @@ def _key(entry: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench tune", description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of tried.jsonl and the table")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="of tried.jsonl and the table, made where there is none"
+    )
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure", file=sys.stderr)
         return 1
     device = torch.device("cuda", 0)
     journal = Journal(options.folder / "tried.jsonl", machine())
+    if why := unwritable(journal.file):
+        print(why, file=sys.stderr)
+        return 1
 
     def timed(case: Case) -> float:
         took = seconds(case.make()[0])

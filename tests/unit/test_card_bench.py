@@ -270,6 +270,47 @@ def test_without_a_card_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "none").exists()
 
 
+@pytest.fixture
+def nothing_measured(fake_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "cases", lambda _: iter(()))
+    monkeypatch.setattr(tune, "try_all", lambda *_: None)
+    monkeypatch.setattr(card, "measure", lambda *_: 0)
+    monkeypatch.setattr(device_model, "choose_device", lambda _: ("cuda", ""))
+    monkeypatch.setattr(device_model, "copy_rate", lambda _: 1e12)
+    monkeypatch.setattr(device_model, "CASES", ())
+
+
+@pytest.mark.usefixtures("nothing_measured")
+@pytest.mark.parametrize(
+    ("main", "argv", "option", "file"),
+    [
+        (bench.main, ["linear"], "--rows", "rows.jsonl"),
+        (bench.main, ["linear"], "--json", "rows.json"),
+        (bench.main, ["card"], "--out", ""),
+        (bench.main, ["tune"], "--folder", ""),
+        (device_model.main, [], "--rows", "models.jsonl"),
+        (device_model.main, [], "--json", "models.json"),
+    ],
+)
+def test_a_folder_is_made_before_anything_is_measured(
+    main: Callable[[list[str]], int],
+    argv: list[str],
+    option: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = tmp_path / "not" / "there"
+    assert main([*argv, option, str(place / file)]) == 0
+    assert [*place.iterdir()]
+    (tmp_path / "taken").touch()
+    for measured in ((bench, "measure"), (device_model, "copy_rate")):
+        monkeypatch.setattr(*measured, lambda *_: pytest.fail("measured"))
+    assert main([*argv, option, str(tmp_path / "taken" / "in" / file)]) == 1
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/taken/in/")
+
+
 def test_peers_are_measured_beside_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "models.jsonl")
     formats = {"quant": "none", "kv": "auto", "exact": False}
