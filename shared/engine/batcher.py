@@ -420,9 +420,9 @@ class Batcher:
         )
 
     def _fail(self, seq: Sequence, detail: str) -> None:
+        """End it with `error`. A peer may still be reading what it finished before: that goes when it is cancelled."""
         if not seq.finish:
             seq.end(ERROR)
-            seq.kept_for_peer = False
             self._report(seq, detail=detail)
 
     def _end_from_outside(self, seq: Sequence, finish: str) -> Totals:

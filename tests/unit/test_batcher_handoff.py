@@ -46,19 +46,40 @@ def test_compute_only_of_what_is_cached_ends_at_once() -> None:
     assert batcher.unpin("b")
 
 
-def test_cancel_and_failure_release_a_source() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_cancel_releases_a_source(late: bool) -> None:
     batcher = make_batcher()
-    for end in ("cancel", "fail", "late"):
-        batcher.reserve(make_spec(prompt=8, compute_only=True))
-        if end == "fail":
-            plan = batcher.plan()
-            assert plan is not None
-            batcher.fail_step(plan.step, "boom")
-        else:
-            if end == "late":
-                run_dry(batcher)
-            batcher.cancel("a")
-        assert batcher.is_idle
+    batcher.reserve(make_spec(prompt=8, compute_only=True))
+    if late:
+        run_dry(batcher)
+    batcher.cancel("a")
+    assert batcher.is_idle
+
+
+@pytest.mark.parametrize("fault", ["step", "row", "distrust"])
+def test_a_source_that_fails_between_chunks_keeps_its_blocks_while_a_peer_may_read_them(fault: str) -> None:
+    batcher = make_batcher(chunk_size=4)
+    batcher.reserve(make_spec(prompt=8, compute_only=True))
+    first = batcher.plan()
+    assert first is not None
+    [named] = batcher.commit(output_of(first))
+    assert [block.position for block in named.completed[0]] == [0]
+    second = batcher.plan()
+    assert second is not None
+    if fault == "step":
+        updates = batcher.fail_step(second.step, "boom")
+    else:
+        if fault == "distrust":
+            batcher.distrust("a")
+        updates = batcher.commit(output_of(second, bad_rows=frozenset({0} if fault == "row" else ())))
+    assert [u.finish for u in updates] == ["error"]
+    assert used(batcher) == [2]
+    assert batcher.take_blocks_to_zero() == ()
+    batcher.check()
+    batcher.cancel("a")
+    assert len(batcher.take_blocks_to_zero()) == (0 if fault == "step" else 2)
+    assert batcher.is_idle
+    batcher.check()
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -74,8 +74,6 @@ class BatcherMachine(RuleBasedStateMachine):
                 self.live.remove(seq_id)
                 assert update.totals is not None
                 assert update.totals.completion_tokens == len(self.tokens[seq_id])
-                if update.finish == "error":
-                    self.sources.discard(seq_id)
                 if update.finish == "length":
                     assert len(self.tokens[seq_id]) == spec.sampling.max_tokens
 
