@@ -105,9 +105,8 @@ class TransferServer:
             wait_s = self._limits.first_s
             while not self._stopping:
                 request = self._next(wire, wait_s)
-                if request is None:
-                    return
-                self._answer(wire, request)
+                if request is None or not self._answer(wire, request):
+                    return  # who was refused keeps no connection from others
                 wait_s = self._limits.idle_s
         except (BatonError, OSError) as exc:
             log.debug("a KV connection ended: %s", exc)
@@ -133,7 +132,8 @@ class TransferServer:
         except BatonError:
             return None
 
-    def _answer(self, wire: Wire, request: ReadRequest) -> None:
+    def _answer(self, wire: Wire, request: ReadRequest) -> bool:
+        """False: it was refused."""
         try:
             with self._allowed(request, wire) as spans:
                 size = sum(span.nbytes for span in spans)
@@ -148,8 +148,9 @@ class TransferServer:
             self._count("refused")
             log.info("a read of KV was refused: %s", exc.message)
             wire.send_frame(ReadReply(refused=exc.message), time.monotonic() + self._limits.stall_s)
-        else:
-            self._count("served")
+            return False
+        self._count("served")
+        return True
 
     @contextlib.contextmanager
     def _allowed(self, request: ReadRequest, wire: Wire) -> Iterator[list[memoryview]]:
