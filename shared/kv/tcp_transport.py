@@ -25,6 +25,7 @@ class _Connection:
     address: str
     wire: Wire
     used_at: float  # on the monotonic clock
+    has_served: bool = False
 
 
 class TcpTransport:
@@ -49,13 +50,13 @@ class TcpTransport:
     def pull(self, pull: Pull, tables: Sequence[Sequence[int]], source_blocks: tuple[int, ...]) -> PullResult:
         """See `Transport.pull`. `source_blocks` is not needed: the source knows its pool."""
         try:
-            connection, request = self._asked(pull)
+            connection = self._kept(pull) or self._connect(pull.kv.address)
         except BatonError as exc:
             return _failed(exc)
         try:
             size = sum(self._groups[item.group].span_bytes for item in pull.items)
             until = time.monotonic() + self._limits.whole_s(size)
-            reply = self._reply(connection, request, pull, until)
+            reply = self._reply(connection, pull, until)
             if reply.num_bytes != size:
                 raise ProtocolError(f"{reply.num_bytes} bytes come, {size} were asked for", code=REFUSED)
             result = self._take(connection.wire, pull, tables, until)
@@ -86,8 +87,12 @@ class TcpTransport:
 
     # -------------------------------------------------------------------------------------------- inside
 
-    def _asked(self, pull: Pull) -> tuple[_Connection, ReadRequest]:
-        """A connection on which the request was sent: the kept one if it still stands, else a new one."""
+    def _reply(self, connection: _Connection, pull: Pull, until: float) -> ReadReply:
+        """What the source says to the pull's request.
+
+        A connection that ends before it has served anything is no way to the source: it has as many as it takes, or
+        wants none of ours, as TLS 1.3 tells only after our handshake has ended.
+        """
         spans = tuple((item.group, item.block.block_id, int(item.block.generation)) for item in pull.items)
         request = ReadRequest(
             attempt=pull.attempt,
@@ -96,13 +101,16 @@ class TcpTransport:
             fingerprint=pull.fingerprint,
             spans=spans,
         )
-        connection = self._kept(pull) or self._connect(pull.kv.address)
         try:
             connection.wire.send_frame(request, time.monotonic() + self._limits.stall_s)
-        except BatonError:
-            connection.wire.close()
-            raise
-        return connection, request
+            reply = connection.wire.receive_frame(ReadReply, self._limits.max_frame_bytes, until)
+        except Unavailable as exc:
+            if connection.has_served:
+                raise
+            raise Unavailable(f"{connection.address}: {exc.message}", code=UNREACHABLE) from exc
+        if reply.refused:
+            raise refused(reply.refused)
+        return reply
 
     def _kept(self, pull: Pull) -> _Connection | None:
         with self._lock:
@@ -116,7 +124,7 @@ class TcpTransport:
         return known
 
     def _keep(self, source: WorkerId, connection: _Connection) -> None:
-        connection.used_at = time.monotonic()
+        connection.used_at, connection.has_served = time.monotonic(), True
         with self._lock:
             before = self._idle.pop(source, None)
             self._idle[source] = connection
@@ -149,12 +157,6 @@ class TcpTransport:
             sock.close()
             reason = exc.reason if isinstance(exc, ssl.SSLError) else exc.strerror
             raise Unavailable(f"{address}: TLS failed: {reason or exc}", code=UNREACHABLE) from exc
-
-    def _reply(self, connection: _Connection, request: ReadRequest, pull: Pull, until: float) -> ReadReply:
-        reply = connection.wire.receive_frame(ReadReply, self._limits.max_frame_bytes, until)
-        if reply.refused:
-            raise refused(reply.refused)
-        return reply
 
     def _take(self, wire: Wire, pull: Pull, tables: Sequence[Sequence[int]], until: float) -> PullResult:
         """Spans into our blocks, in order; the next one comes in while one is digested."""
