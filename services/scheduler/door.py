@@ -67,7 +67,8 @@ class Door:
         (position, wait_s), own_s = self.predict(submit, grant), self._own_s(submit, grant)
         due = self.promises.due(now, digest)
         at_once = position == 0 and self._has_room(submit, grant)  # no promise keeps what is idle idle
-        promised_s = 0.0 if at_once else self.promises.ahead_s(line, due)
+        place = due if due is not None else self.promises.known(line, digest)
+        promised_s = 0.0 if at_once else self.promises.ahead_s(line, place)
         slo_s = self._limits.slo_ttft_s.get(grant.klass, 0.0)
         bearable_s = min(left_s, slo_s) if slo_s > 0 else left_s
         bears_s = bearable_s * (BACK_AGAIN if due is not None else 1.0)
@@ -77,10 +78,10 @@ class Door:
             reason, excess_s = "slo", wait_s + promised_s - bearable_s
             message = f"predicted wait {wait_s + promised_s:.1f} s exceeds {bearable_s:.1f} s"
         else:
-            self.promises.keep(due)
+            self.promises.keep(place)
             return None
         retry_s = forecast.retry_after_s(excess_s, 0.0, self._rng.random())
-        self.promises.give(now, line, digest, retry_s, own_s, due)
+        self.promises.give(now, line, digest, retry_s, own_s, place)
         return TurnedAway(reason, Overloaded(message, retry_after_s=retry_s))
 
     def _too_large(self, submit: m.Submit, grant: Grant) -> ContextExceeded | None:

@@ -2,8 +2,8 @@
 
 Who is turned away is told a time by which those of its tenant and class that were told before it have been served too;
 newcomers are judged behind all of them. A request that comes back is known by its content, of which a keyed digest is
-kept, and judged without the promises given after its own. A promise nobody comes back to lapses `GRACE_S` after its
-time.
+kept, and judged without the promises given after its own; so who asks again and again has one place and not many. A
+promise nobody comes back to lapses `GRACE_S` after its time.
 """
 
 from __future__ import annotations
@@ -55,22 +55,29 @@ class Promises:
         kept = (n for n, promise in self._open.items() if promise.digest == digest and promise.at_s - EARLY_S <= now)
         return min(kept, default=None)
 
-    def ahead_s(self, line: Line, due: int | None) -> float:
-        """How much longer a request waits for those of its line that were told before it."""
-        return sum(p.own_s for n, p in self._open.items() if p.line == line and (due is None or n < due))
+    def known(self, line: Line, digest: bytes) -> int | None:
+        """The promise that the same request was given, whether its time has come or not."""
+        given = (n for n, promise in self._open.items() if promise.line == line and promise.digest == digest)
+        return min(given, default=None)
 
-    def give(self, now: float, line: Line, digest: bytes, wait_s: float, own_s: float, due: int | None = None) -> None:
-        """The request was told to come back in `wait_s`. One that had come back as told keeps its place."""
-        self._number += due is None
-        number = self._number if due is None else due
+    def ahead_s(self, line: Line, place: int | None) -> float:
+        """How much longer a request waits for those of its line that were told before it."""
+        return sum(p.own_s for n, p in self._open.items() if p.line == line and (place is None or n < place))
+
+    def give(
+        self, now: float, line: Line, digest: bytes, wait_s: float, own_s: float, place: int | None = None
+    ) -> None:
+        """The request was told to come back in `wait_s`. `place`: the promise it had, which it keeps."""
+        self._number += place is None
+        number = self._number if place is None else place
         self._open[number] = Promise(line, digest, now + wait_s, own_s)
         if len(self._open) > self._limit:
             del self._open[min(self._open)]
 
-    def keep(self, due: int | None) -> None:
+    def keep(self, place: int | None) -> None:
         """The request has been taken."""
-        if due is not None:
-            del self._open[due]
+        if place is not None:
+            del self._open[place]
 
     def _lapse(self, now: float) -> None:
         for number in [n for n, promise in self._open.items() if promise.at_s + GRACE_S <= now]:

@@ -32,7 +32,7 @@ def busy_bench(**limits: object) -> Bench:
 
 def test_a_flood_of_one_tenant_is_turned_away_and_others_are_not() -> None:
     bench = busy_bench(slo_ttft_s={"interactive": 20.0})
-    answers = [bench.submit(submit(f"a{i}", 1000), tenant="a") for i in range(30)]
+    answers = [bench.submit(submit(f"a{i}", 1000 + i), tenant="a") for i in range(30)]
     refused = [answer for answer in answers if isinstance(answer, m.Refusal)]
     assert 10 <= len(refused) <= 20
     waits = [answer.error.retry_after_s for answer in refused]
@@ -101,7 +101,7 @@ def test_what_lower_classes_hold_keeps_no_higher_one_out() -> None:
 def test_no_promise_keeps_what_is_idle_idle() -> None:
     bench = busy_bench(slo_ttft_s={"interactive": 20.0})
     for i in range(60):
-        bench.submit(submit(f"a{i}", 1000), tenant="a")
+        bench.submit(submit(f"a{i}", 1000 + i), tenant="a")
     for i in range(60):
         bench.withdraw(f"a{i}")
     assert isinstance(bench.submit(submit("full", 500), tenant="a"), m.Refusal)
@@ -109,6 +109,24 @@ def test_no_promise_keeps_what_is_idle_idle() -> None:
     assert waiting(bench.submit(submit("new", 500), tenant="a")) < 5
     bench.beat("d1", free_blocks=(0,))
     assert isinstance(bench.submit(submit("again", 500), tenant="a"), m.Refusal)  # those promised go first
+
+
+def test_who_asks_again_too_early_has_one_place_and_not_many() -> None:
+    bench = busy_bench(slo_ttft_s={"interactive": 20.0})
+    for i in range(24):
+        bench.submit(submit(f"a{i}", 2000 + i), tenant="a")
+    first = bench.submit(submit("first", 1001), tenant="a")
+    other = bench.submit(submit("other", 1002), tenant="a")
+    for i in range(50):
+        bench.now += 0.01
+        again = bench.submit(submit(f"again{i}", 1001), tenant="a")
+    behind = bench.submit(submit("behind", 1003), tenant="a")
+    assert isinstance(first, m.Refusal)
+    assert isinstance(other, m.Refusal)
+    assert isinstance(again, m.Refusal)
+    assert isinstance(behind, m.Refusal)
+    assert again.error.retry_after_s <= 1.3 * first.error.retry_after_s  # it stands where it stood
+    assert behind.error.retry_after_s <= 1.3 * other.error.retry_after_s + 3
 
 
 def test_promises_keep_their_order_and_lapse() -> None:
