@@ -9,6 +9,7 @@ promise nobody comes back to lapses `GRACE_S` after its time.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
 from shared.contracts.ids import TenantId
@@ -39,7 +40,7 @@ class Promise:
 
 
 class Promises:
-    """Open promises of one pool, by number. At most `limit`: beyond that the oldest is forgotten."""
+    """Open promises of one pool, by number. At most `limit`: beyond that the oldest of the line that has most is forgotten."""
 
     def __init__(self, limit: int = MAX_PROMISES) -> None:
         self._limit = limit
@@ -72,12 +73,16 @@ class Promises:
         number = self._number if place is None else place
         self._open[number] = Promise(line, digest, now + wait_s, own_s)
         if len(self._open) > self._limit:
-            del self._open[min(self._open)]
+            del self._open[self._oldest_of_longest()]
 
     def keep(self, place: int | None) -> None:
         """The request has been taken."""
         if place is not None:
             del self._open[place]
+
+    def _oldest_of_longest(self) -> int:
+        longest, _ = Counter(promise.line for promise in self._open.values()).most_common(1)[0]
+        return min(number for number, promise in self._open.items() if promise.line == longest)
 
     def _lapse(self, now: float) -> None:
         for number in [n for n, promise in self._open.items() if promise.at_s + GRACE_S <= now]:

@@ -129,6 +129,16 @@ def test_who_asks_again_too_early_has_one_place_and_not_many() -> None:
     assert behind.error.retry_after_s <= 1.3 * other.error.retry_after_s + 3
 
 
+def test_a_flood_of_one_tenant_makes_no_other_s_promise_forgotten() -> None:
+    promises = Promises(limit=10)
+    promises.give(0.0, (B, "interactive"), b"b", 30.0, 1.0)
+    for i in range(50):
+        promises.give(1.0, LINE, b"%d" % i, 60.0, 1.0)
+    assert len(promises) == 10
+    assert promises.due(30.0, b"b") is not None
+    assert promises.ahead_s(LINE, None) == 9.0
+
+
 def test_promises_keep_their_order_and_lapse() -> None:
     promises = Promises(limit=3)
     promises.give(0.0, LINE, b"1", 10.0, 2.0)
