@@ -6,15 +6,16 @@ says that no retry can help. The dispatch rises with every reserve, so whatever 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from services.scheduler.book import Book
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve
 from services.scheduler.forecast import Takers, TurnClock
 from services.scheduler.handoff_cost import HandoffCost
-from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Ask, Choice, choose, takes_from_others
+from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Ask, Choice, choose
+from services.scheduler.queue import class_of
 from services.scheduler.record import Record, State
 from services.scheduler.worker_registry import WorkerRegistry
 from shared.contracts import messages as m
@@ -27,9 +28,10 @@ GRACE_S = 0.25
 """A hop counts as unanswered this long after its time-out, if the shell has not said so itself."""
 
 MOST_TRIED = 16
-"""Requests that are tried for one place."""
+"""Requests of a class that are tried for one place; one that asks for no less than another that had none is not."""
 MOST_OVERTAKEN = 16
-"""Requests that may begin while one that stands first has no room; then the workers are emptied until it has."""
+"""Requests of its own and lower classes that may begin while one that stands first in its class has no room; then the
+workers are emptied of those until it has."""
 STALE_REFUSALS = 3
 """How often in a row a worker may refuse what it seemed to have room for before others are tried there."""
 
@@ -78,34 +80,40 @@ class Placer:
     def _next(self, now: float) -> tuple[Record, Choice] | None:
         """The first request of the queue that has room, and where.
 
-        One that has none is passed by those behind it, so that no capacity lies idle; but each only `MOST_OVERTAKEN`
-        times while it stands first: then nothing begins until it fits, but on workers that are not for its class.
+        One that has none is passed by those behind it, so that no capacity lies idle; but by those of its own and lower
+        classes only `MOST_OVERTAKEN` times while it stands first of its class: then nothing of those begins until it
+        fits, but on workers that are not for its class.
         """
-        views, first = self._registry.views(), None
+        views = self._registry.views()
+        firsts: dict[str, Record] = {}  # by class, who has no room
         too_large: list[Ask] = []
-        for request_id in islice(self._book.queue.turns(now), MOST_TRIED):
+        tried: Counter[str] = Counter()
+        for request_id in self._book.queue.turns(now):
             record = self._book.records[request_id]
+            klass = class_of(record.grant.klass)
+            if tried[klass] >= MOST_TRIED:
+                continue
             ask = record.ask(now, {})
             if any(no_smaller(ask, than) for than in too_large):
                 continue
+            tried[klass] += 1
             choice = choose(ask, views, self._cost)
             if choice is None:
-                first = first or record
+                firsts.setdefault(klass, record)
                 too_large.append(ask)
-            elif first is None or not self._competes(ask, choice, first):
-                return record, choice
-            elif _may_be_passed(first, now):
-                first.overtaken += 1
+                continue
+            passed = [first for first in firsts.values() if self._competes(ask, choice, first)]
+            if all(_may_be_passed(first, now) for first in passed):
+                for first in passed:
+                    first.overtaken += 1
                 return record, choice
         return None
 
     def _competes(self, ask: Ask, choice: Choice, first: Record) -> bool:
-        """False on a worker that is not for the class of the first, and for what only a higher class can have there."""
-        view = self._registry.view(choice.decode_worker)
-        if view is None:
-            return True
-        higher = class_rank(ask.klass) < class_rank(first.grant.klass)
-        return view.takes(first.grant.klass) and not (higher and takes_from_others(view, ask))
+        """True where it would have room that may be kept for the first: on a worker for the class of that, which is not
+        a lower one."""
+        view, klass = self._registry.view(choice.decode_worker), first.grant.klass
+        return class_rank(klass) <= class_rank(ask.klass) and (view is None or view.takes(klass))
 
     def _begin(self, now: float, record: Record, tentative: Choice) -> None:
         """Ask the index what is held of it, or a worker at once."""

@@ -19,7 +19,7 @@ ones: whatever the lengths of requests and queues.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 
 from services.scheduler.class_lane import ClassLane, Waiting
 from services.scheduler.shares import Charge
@@ -29,7 +29,9 @@ from shared.contracts.ids import RequestId, TenantId
 PASSES = 8
 LATE_SHARE = 0.25
 LOOK_BEHIND = 4
-"""How many of a tenant's requests are tried where its first has no room."""
+"""So many of a tenant's requests are looked at where its first has no room, and more where few tenants wait."""
+MOST_LOOKED_AT = 64
+"""Requests of a class that are looked at for one place."""
 NOBODY = TenantId("")
 
 
@@ -117,16 +119,18 @@ class FairQueue:
         return None if first is None else first.request_id
 
     def turns(self, now: float = float("-inf")) -> Iterator[RequestId]:
-        """The head, then others in the order they may be tried where those before have no room."""
+        """The head, then of each class others in the order they may be tried where those before have no room."""
         head = self.head(now)
         if head is None:
             return
         yield head
         for lane in self._lanes.values():
-            for tenant in lane.tenants():
-                for waiting in islice(lane.line(tenant), LOOK_BEHIND):
-                    if waiting.request_id != head:
-                        yield waiting.request_id
+            tenants = lane.tenants()
+            behind = max(LOOK_BEHIND, MOST_LOOKED_AT // max(1, len(tenants)))
+            lines = chain.from_iterable(islice(lane.line(tenant), behind) for tenant in tenants)
+            for waiting in islice(lines, MOST_LOOKED_AT):
+                if waiting.request_id != head:
+                    yield waiting.request_id
 
     def _class_head(self) -> Waiting | None:
         waiting = [klass for klass in CLASSES if self._lanes[klass]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, PlacingEnded
-from services.scheduler.placer import MOST_OVERTAKEN
+from services.scheduler.placer import MOST_OVERTAKEN, MOST_TRIED
 from services.scheduler.record import State
 from shared.contracts import messages as m
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Incarnation, RequestId, WorkerId
 from shared.contracts.parts import ClassRoom, Holder
 from shared.telemetry import attributes as a
-from tests.unit.scheduler_support import Bench, attempt, no_room, reserved, submit
+from tests.unit.scheduler_support import INGRESS, Bench, attempt, no_room, reserved, submit
 
 ACCEPTED = m.PrefillAccepted(incarnation=Incarnation(1))
 
@@ -265,6 +265,66 @@ def test_a_lower_class_that_has_the_turn_keeps_no_higher_one_from_what_it_could_
     bench.reserve(no_room())
     bench.beat("d1", rooms=free)
     assert state(bench, "low") == State.RESERVING
+
+
+def test_a_lower_class_whose_turn_it_is_holds_back_no_room_from_a_higher_one() -> None:
+    bench = Bench(max_placing=1, max_wait_s={"batch": 1.0})
+    bench.beat("d1", free_blocks=(60,))
+    bench.submit(submit("giant", 32 * 90), klass="batch")
+    bench.now = 2.0  # it is late
+    for number in range(2 * MOST_OVERTAKEN):
+        bench.ingresses.heard(INGRESS, bench.now)
+        bench.submit(submit(f"high{number}", 31))
+        bench.reserve(reserved())
+        assert state(bench, f"high{number}") == State.PLACED
+        bench.beat("d1", free_blocks=(60,))
+    placed = 0
+    for number in range(2 * MOST_OVERTAKEN):  # but from its own
+        bench.submit(submit(f"same{number}", 31), klass="batch")
+        if bench.count(AskReserve):
+            bench.reserve(reserved())
+            placed += 1
+        bench.beat("d1", free_blocks=(60,))
+    assert placed == MOST_OVERTAKEN
+    assert state(bench, "giant") == State.QUEUED
+
+
+def test_each_class_has_a_first_that_is_passed_only_so_often() -> None:
+    """Interactive requests wait for their own worker; on the one for batch a large request is not passed for ever."""
+    bench = Bench(max_placing=1)
+    bench.beat("d1", classes=("interactive",), free_blocks=(0,))
+    bench.submit(submit("high", 31))
+    placed = 0
+    for number in range(2 * MOST_OVERTAKEN):
+        bench.beat("d2", classes=("batch",), free_blocks=(60,))
+        if number == 0:
+            bench.submit(submit("giant", 32 * 90), klass="batch")
+        bench.submit(submit(f"low{number}", 31), klass="batch")
+        if bench.count(AskReserve):
+            bench.reserve(reserved())
+            placed += 1
+    assert placed == MOST_OVERTAKEN
+    bench.beat("d2", classes=("batch",))
+    assert state(bench, "giant") == State.MATCHING
+
+
+def test_a_worker_kept_for_a_lower_class_works_while_a_higher_one_has_no_room() -> None:
+    bench = Bench(slo_ttft_s={})
+    bench.beat("d1", classes=("interactive",), free_blocks=(0,))
+    bench.beat("d2", classes=("batch",))
+    for number in range(4 * MOST_TRIED):  # each smaller than those before, so that each is tried
+        bench.submit(submit(f"high{number}", 31, max_tokens=1000 - number), tenant=f"t{number % (MOST_TRIED + 4)}")
+    bench.submit(submit("low", 31), klass="batch")
+    assert state(bench, "low") == State.RESERVING
+
+
+def test_what_is_small_is_tried_behind_many_that_have_no_room() -> None:
+    bench = Bench()
+    bench.beat("d1", free_blocks=(5,))
+    for number in range(2 * MOST_TRIED):
+        bench.submit(submit(f"large{number}", 32 * 6))
+    bench.submit(submit("small", 31))
+    assert state(bench, "small") == State.RESERVING
 
 
 def test_what_is_no_smaller_than_one_without_room_is_not_tried() -> None:
