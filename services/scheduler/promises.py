@@ -40,7 +40,7 @@ class Promise:
 
 
 class Promises:
-    """Open promises of one pool, by number. At most `limit`: beyond that the oldest of the line that has most is forgotten."""
+    """Open promises of one pool, by number. At most `limit`: beyond that the line that has most loses its oldest."""
 
     def __init__(self, limit: int = MAX_PROMISES) -> None:
         self._limit = limit
