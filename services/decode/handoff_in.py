@@ -11,14 +11,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from opentelemetry.trace import Status, StatusCode
 
 from services.decode.held import Held
 from shared.contracts import subjects
+from shared.contracts.ids import Incarnation, WorkerId
 from shared.engine.batcher import Batcher
 from shared.engine.worker_shell import WorkerShell
-from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, SinkEffect, TurnLocal
+from shared.kv.handoff import Closed, Pull, Received, SendAck, SendRelease, Sink, SinkEffect, TurnLocal
 from shared.kv.pull_rates import PullRates
 from shared.kv.transfer import UNREADABLE, PullResult, Transport
 from shared.kv.transfer_path import TCP, transfer_path
@@ -31,11 +33,19 @@ log = logging.getLogger("baton.decode")
 MAPPED = ""
 """The lane of pulls through mapped memory; others are named after their source."""
 OUT_OF_REACH = (UNREADABLE, UNREACHABLE, TIMED_OUT)
-"""Heads of errors of the way to a peer. One that closes a connection may only have ended a lease."""
-
+"""Heads of errors of the way to a peer. One that closes a connection it served before may only have ended a lease."""
 
 NO_FAULTS = ("", "closed", "placed_locally", "prefill_failed")
 """Heads of reasons that are no fault of the hand-off's own; of a prefill that failed, its own span tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """A peer's pull that failed for want of a way to it."""
+
+    incarnation: Incarnation
+    at: float  # on the monotonic clock
+    result: PullResult
 
 
 class HandoffIn:
@@ -50,6 +60,7 @@ class HandoffIn:
         self._transport = transport
         self._settled = settled
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._lost: dict[WorkerId, _Lost] = {}  # the newest of each; written by transfer threads
         self.rates = PullRates()
         shell.links = lambda: self.rates.links(shell.clock())
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,6 +97,8 @@ class HandoffIn:
         self._thread(MAPPED).submit(self._transport.drop_dead).add_done_callback(_log_fault)
         for lane in [lane for lane in self._threads if lane != MAPPED and lane not in self._shell.peers]:
             self._threads.pop(lane).shutdown(wait=False)
+        for peer in [peer for peer in list(self._lost) if peer not in self._shell.peers]:
+            self._lost.pop(peer, None)
 
     async def close(self) -> None:
         """Wait for the pulls in flight, then let go of every peer."""
@@ -111,7 +124,7 @@ class HandoffIn:
         lane = str(pull.source) if transfer_path(self._shell.kv, pull.kv) == TCP else MAPPED
         try:
             result, copied_s = await asyncio.get_running_loop().run_in_executor(
-                self._thread(lane), _timed, self._transport, pull, tables, blocks
+                self._thread(lane), self._in_turn, held.sink, pull, tables, blocks, time.monotonic()
             )
         except Exception as exc:
             # A sink waits for every pull's answer before it lets go of its blocks.
@@ -128,9 +141,33 @@ class HandoffIn:
         if held.sink is not None:
             self.apply(held, held.sink.pulled(pull.ticket, result.bad, result.error))
 
+    def _in_turn(
+        self,
+        sink: Sink | None,
+        pull: Pull,
+        tables: Sequence[Sequence[int]],
+        blocks: tuple[int, ...],
+        queued_at: float,
+    ) -> tuple[PullResult, float]:
+        """In a transfer thread: the pull's result, and the seconds it took once its turn had come.
+
+        It is not made when nobody wants it any more, or when the peer failed one while it waited: each of those that
+        wait would take a whole time-out, and holds its blocks as long.
+        """
+        if sink is not None and not sink.waiting:
+            return PullResult(error="not_wanted"), 0.0
+        lost = self._lost.get(pull.source)
+        if lost is not None and lost.at >= queued_at and lost.incarnation == pull.source_incarnation:
+            return lost.result, 0.0
+        started = time.perf_counter()
+        result = self._transport.pull(pull, tables, blocks)
+        if _is_out_of_reach(result):
+            self._lost[pull.source] = _Lost(pull.source_incarnation, time.monotonic(), result)
+        return result, time.perf_counter() - started
+
     def _note(self, pull: Pull, result: PullResult, seconds: float) -> None:
         """What the pull tells of its way, for the next placements."""
-        if result.error.partition(":")[0] in OUT_OF_REACH:
+        if _is_out_of_reach(result):
             self.rates.failed(pull.source, result.path, self._shell.clock())
         elif result.num_bytes:
             self.rates.came(pull.source, result.path, result.num_bytes, seconds, self._shell.clock())
@@ -193,13 +230,8 @@ class HandoffIn:
         stats.span = None
 
 
-def _timed(
-    transport: Transport, pull: Pull, tables: Sequence[Sequence[int]], blocks: tuple[int, ...]
-) -> tuple[PullResult, float]:
-    """The pull's result, and the seconds it took once its turn had come."""
-    started = time.perf_counter()
-    result = transport.pull(pull, tables, blocks)
-    return result, time.perf_counter() - started
+def _is_out_of_reach(result: PullResult) -> bool:
+    return result.error.partition(":")[0] in OUT_OF_REACH
 
 
 def _log_fault(future: Future[None]) -> None:

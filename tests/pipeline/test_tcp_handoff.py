@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from shared.contracts import messages as m
+from shared.contracts import subjects
 from shared.contracts.parts import Totals
 from shared.contracts.sampling import SamplingParams
-from shared.engine.worker_engine import WorkerOptions
+from shared.engine.step_plan import StepPlan
+from shared.engine.worker_engine import WorkerEngine, WorkerOptions
 from shared.kv.handoff import Pull
 from shared.kv.transfer import PullResult, Transport
 from shared.kv.transfer_options import TransferOptions
@@ -132,6 +136,115 @@ async def test_a_source_that_is_lost_between_pulls(model_dir: Path, tmp_path: Pa
         assert output == local
         assert totals.received_tokens == 0
         assert _failures(c, reason) == 1
+
+
+async def test_kv_found_bad_between_chunks_stays_while_a_peer_may_read_it(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with apart(model_dir, tmp_path) as c:
+        server, handoff, shell = c.prefill._server, c.decode.book.handoff, c.prefill.shell
+        assert server is not None
+        local = await c.local(PROMPT, a=attempt("req-l"), sampling=SAMPLED)
+        # the second chunk is planned when the pull of the first is about to begin, and is bad
+        monkeypatch.setattr(WorkerEngine, "are_finite", lambda core, blocks: all(block[3] == 0 for block in blocks))
+        batcher = await shell.call(lambda batcher: batcher)
+        plan, may_go_on = batcher.plan, threading.Event()
+
+        def one(now: float = 0.0, *, may_stretch: bool = False) -> StepPlan | None:
+            if any(seq.num_computed_tokens for seq in batcher._sequences.values()) and not may_go_on.is_set():
+                return None
+            return plan(now, may_stretch=may_stretch)
+
+        monkeypatch.setattr(batcher, "plan", one)
+        handoff._transport = held = Held(handoff._transport, 1)
+        running = asyncio.create_task(handed_off(c, "req-h"))
+        assert await asyncio.to_thread(held.reached.wait, 30)
+        [seq_id] = c.prefill._by_seq
+        may_go_on.set()
+        deadline = time.monotonic() + 30
+        while not await shell.call(lambda batcher: not batcher.holds(seq_id) or batcher._sequences[seq_id].finish):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert await shell.call(lambda batcher: batcher.holds(seq_id)), "its first block may be read"
+        assert len(server.leases) == 1
+        held.go.set()
+        output, totals = await running
+        assert output == local
+        assert totals.received_tokens == 16
+        assert _failures(c, "prefill_failed") == 1
+
+
+class Silent:
+    """A transport to a peer that takes requests and says nothing, until the test has waited long enough."""
+
+    path = "tcp"
+
+    def __init__(self, result: PullResult | None = None, inner: Transport | None = None) -> None:
+        self._result, self._inner = result, inner
+        self.asked: list[Pull] = []
+        self.over = threading.Event()
+
+    def pull(self, pull: Pull, tables: Sequence[Sequence[int]], source_blocks: tuple[int, ...]) -> PullResult:
+        self.asked.append(pull)
+        self.over.wait(60)
+        if self._inner is not None:
+            return self._inner.pull(pull, tables, source_blocks)
+        assert self._result is not None
+        return self._result
+
+    def drop_dead(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+
+@pytest.mark.parametrize("reason", ["transfer_timed_out", "transfer_unreachable"])
+async def test_who_waits_behind_a_pull_that_a_silent_peer_fails_goes_on_at_once(
+    model_dir: Path, tmp_path: Path, reason: str
+) -> None:
+    async with apart(model_dir, tmp_path) as c:
+        handoff = c.decode.book.handoff
+        local = await c.local(PROMPT, a=attempt("req-l"), sampling=SAMPLED)
+        inner = handoff._transport
+        handoff._transport = silent = Silent(PullResult(error=f"{reason}: nothing came", path="tcp"))
+        running = [asyncio.create_task(handed_off(c, f"req-{number}")) for number in range(3)]
+        await until(lambda: _queued(c) == 2, 30)
+        silent.over.set()
+        for output, totals in await asyncio.gather(*running):
+            assert output == local
+            assert totals.received_tokens == 0
+        assert len(silent.asked) == 1
+        assert _failures(c, reason) == 3
+        assert c.decode.shell.beat().links[0].failed
+        handoff._transport = inner
+        _, totals = await handed_off(c, "req-later")
+        assert totals.received_tokens > 0, "a peer that is asked later is tried again"
+
+
+async def test_a_pull_whose_request_ended_before_its_turn_is_not_made(model_dir: Path, tmp_path: Path) -> None:
+    async with apart(model_dir, tmp_path) as c:
+        handoff = c.decode.book.handoff
+        handoff._transport = slow = Silent(inner=handoff._transport)
+        first = asyncio.create_task(handed_off(c, "req-a"))
+        await until(lambda: len(slow.asked) == 1, 30)
+        reserved = await c.driver.reserve(c.decode_id, PROMPT, a=attempt("req-b"), prefill=c.prefill_id)
+        assert isinstance(reserved, m.Reserved)
+        await c.driver.run(c.prefill_id, c.decode_id, PROMPT, reserved, a=attempt("req-b"))
+        await until(lambda: _queued(c) == 1, 30)
+        cancel = m.Cancel(attempt=attempt("req-b"))
+        answer = await c.driver.bus.request(subjects.decode(c.decode_id, "cancel"), cancel, m.Cancelled, timeout_s=30)
+        assert answer.held
+        slow.over.set()
+        _, totals = await first
+        assert totals.received_tokens == len(PROMPT) - 1
+        assert {pull.attempt for pull in slow.asked} == {attempt("req-a")}
+
+
+def _queued(c: Cell) -> int:
+    """Pulls of the prefill worker's that wait for their turn."""
+    return c.decode.book.handoff._thread(str(c.prefill_id))._work_queue.qsize()
 
 
 def _reads(c: Cell, outcome: str) -> float:
