@@ -213,7 +213,7 @@ def running(stack: StackRecord | None) -> Finding:
 
 def leftover_pools(shm: Path) -> Finding | None:
     """KV pool files nobody holds: a worker that was killed leaves one, the next start removes it."""
-    left = [path for path in shm.glob("baton-*/*") if path.is_file() and _unlocked(path)]
+    left = [path for path in shm.glob("baton-*/*.kvpool") if path.is_file() and _unlocked(path)]
     if not left:
         return None
     folders = ", ".join(sorted({str(path.parent) for path in left}))

@@ -5,6 +5,7 @@ stack.json  of the running stack: address, keys, process id (0600)
 secrets/    passwords and keys, made once (0600)
 logs/       one file a process
 run/        ready files; gone when nothing runs
+wiped/      marks of pools that are gone, of which policy was not told yet
 nats/ redis/  what the servers store
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TextIO
 
 from shared.contracts.errors import Conflict, SettingsError
+from shared.kv.pool_file import mark_wiped, sweep, told, wiped
 from shared.store.secrets import write_private
 
 STOP_S = 120
@@ -54,6 +56,7 @@ class StateFolder:
         self.run = self.path / "run"
         self.nats = self.path / "nats"
         self.redis = self.path / "redis"
+        self.marks = self.path / "wiped"
         self.record = self.path / "stack.json"
         try:
             for folder in (self.path, self.secrets, self.logs, self.run, self.nats, self.redis):
@@ -81,12 +84,30 @@ class StateFolder:
 
     def clear_run(self) -> None:
         """Remove what only a running stack needs; also what a killed one left behind."""
-        for leftover in (self.run, self.pool_folder()):
+        pools = self.pool_folder()
+        for leftover in (self.run, pools):
             # Only ours: the name of the pool folder could be taken by somebody else.
             if leftover.is_dir() and not leftover.is_symlink() and leftover.stat().st_uid == os.getuid():
+                if leftover == pools:
+                    self._keep_marks(pools)
                 shutil.rmtree(leftover, ignore_errors=True)
         with suppress(FileNotFoundError):
             self.record.unlink()
+
+    def _keep_marks(self, pools: Path) -> None:
+        """Policy is told by a worker of the next start: until then purges wait for those that were killed."""
+        with suppress(OSError):
+            sweep(pools)
+            self.marks.mkdir(mode=0o700, exist_ok=True)
+            for worker in wiped(pools):
+                mark_wiped(self.marks, worker)
+
+    def hand_marks(self, pools: Path) -> None:
+        """Leave the marks of earlier runs to the workers that use this folder."""
+        gone = wiped(self.marks)
+        for worker in gone:
+            mark_wiped(pools, worker)
+        told(self.marks, gone)
 
     def write_record(self, record: StackRecord) -> None:
         write_private(self.record, json.dumps(asdict(record)).encode())

@@ -178,6 +178,7 @@ async def _start(
     usable, workers = cores.usable_cores(), num_workers(settings)
     threads = cores.threads_per_worker(usable, workers)
     plan = replace(plan, settings=with_resources(plan.settings, state.pool_folder()), threads=threads)
+    state.hand_marks(Path(plan.settings.kv.dir))
     specs = [service_spec(plan, name, service, env) for name, service in instance_names(settings).items()]
     facts = await supervisor.start(specs)
     progress.done(f"{len(specs)} processes; {workers} worker(s) share {usable} core(s)")

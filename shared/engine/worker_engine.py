@@ -1,8 +1,8 @@
 """What a worker process is built around: pool, engine and the facts its beats tell. Torch is imported only for a model.
 
-Start-up of a real worker, in this order: sweep pool files nobody owns, load the model, prove that exact mode holds on
-this machine, make the pool, run one step so that nothing is lazy later, time a few steps for the step-time model.
-Workers that start together are timed one after the other, or each would measure the other's work.
+Start-up of a real worker, in this order, behind the sweep of pool files nobody owns: load the model, prove that exact
+mode holds on this machine, make the pool, run one step so that nothing is lazy later, time a few steps for the
+step-time model. Workers that start together are timed one after the other, or each would measure the other's work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from shared.contracts.attempt import Attempt
 from shared.contracts.errors import InvalidInput, SettingsError
-from shared.contracts.ids import WorkerId, is_id
+from shared.contracts.ids import WorkerId
 from shared.contracts.parts import ItlTarget, StepModel
 from shared.engine.batcher import Batcher
 from shared.engine.batcher_config import BatcherConfig
@@ -35,7 +35,6 @@ from shared.grammar.compiler import LazyCompiler
 from shared.kv.eviction import Eviction
 from shared.kv.finite import span_is_finite
 from shared.kv.layout import PoolLayout
-from shared.kv.pool_file import SUFFIX, sweep
 from shared.kv.transfer import SharedMemoryTransport, Transport, digest_blocks
 from shared.kv.transfer_options import AS_DEFAULT, TransferOptions
 from shared.lifecycle.memory import give_back
@@ -129,7 +128,6 @@ class WorkerEngine:
     grammars: LazyCompiler | None = None  # None: it samples under no grammar
     quick_rows: Callable[[], tuple[int, int]] | None = None  # as `NativeDecoder.quick_rows`
     again: Again | None = None  # as of `Engine`
-    swept: tuple[WorkerId, ...] = ()  # workers whose pool files were found without an owner, and overwritten
     on_stop: Callable[[], None] = lambda: None  # called between the engine's end and the pool's
     on_updates: Callable[[list[SequenceUpdate]], None] = lambda updates: None
     on_step: Callable[[StepObservation], None] = lambda step: None
@@ -288,15 +286,6 @@ def open_worker_engine(options: WorkerOptions, worker: WorkerId) -> WorkerEngine
     Raises:
         SettingsError: model, pool or folder can't be used, or exact mode can't be kept on this machine.
     """
-    swept = sweep(options.kv_dir) if options.kv_dir.exists() else []
-    for path in swept:
-        log.warning("removed a pool file without an owner: %s", path.name)
-    core = _open(options, worker)
-    core.swept = tuple(WorkerId(name) for path in swept if is_id(name := path.name.removesuffix(SUFFIX)))
-    return core
-
-
-def _open(options: WorkerOptions, worker: WorkerId) -> WorkerEngine:
     if options.fake:
         from shared.engine.worker_fake import open_fake
 

@@ -6,17 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shared.bus.bus import Bus
 from shared.contracts.errors import BatonError
 from shared.contracts.ids import WorkerId
 from shared.contracts.messages import PurgeAck, PurgeOrder
+from shared.kv.pool_file import mark_wiped, sweep, told, wiped
 from shared.lifecycle.tasks import end_tasks
 from shared.security.purge_orders import acknowledge
 
 if TYPE_CHECKING:
-    from shared.engine.worker_engine import WorkerEngine
     from shared.engine.worker_shell import WorkerShell
 
 log = logging.getLogger("baton.worker")
@@ -49,27 +50,46 @@ async def carry_out(
 
 
 @asynccontextmanager
-async def pools_told(bus: Bus, role: str, worker: WorkerId, core: WorkerEngine) -> AsyncIterator[None]:
-    """Tell policy that the pools this worker found without an owner are overwritten; on leaving, if its own is gone."""
-    telling = asyncio.create_task(_tell_until_heard(bus, role, worker, core.swept))
+async def lost_pools_told(bus: Bus, role: str, worker: WorkerId, folder: Path) -> AsyncIterator[None]:
+    """Overwrite the pools of this folder that have no owner, and tell policy: to be entered before anything can fail,
+    so that purges do not wait for a machine where no worker can be started."""
+    for path in await asyncio.to_thread(sweep, folder):
+        log.warning("removed a pool file without an owner: %s", path.name)
+    telling = asyncio.create_task(_tell_until_heard(bus, role, worker, folder))
     try:
         yield
     finally:
         await end_tasks([telling])
-        if not core.pool.path.exists():
+
+
+@asynccontextmanager
+async def own_pool_told(bus: Bus, role: str, worker: WorkerId, pool: Path) -> AsyncIterator[None]:
+    """On leaving, tell policy if the worker's own pool is gone; when that fails the next worker of the folder does."""
+    try:
+        yield
+    finally:
+        if _marked_if_gone(pool, worker):
             with suppress(BatonError):
-                await _tell(bus, role, worker, [worker])
+                await _tell(bus, role, worker, pool.parent, [worker])
 
 
-async def _tell_until_heard(bus: Bus, role: str, worker: WorkerId, gone: Sequence[WorkerId]) -> None:
-    while gone:
+def _marked_if_gone(pool: Path, worker: WorkerId) -> bool:
+    if pool.exists():
+        return False
+    mark_wiped(pool.parent, worker)
+    return True
+
+
+async def _tell_until_heard(bus: Bus, role: str, worker: WorkerId, folder: Path) -> None:
+    while gone := wiped(folder):
         try:
-            await _tell(bus, role, worker, gone)
+            await _tell(bus, role, worker, folder, gone)
             return
         except BatonError as exc:
             log.debug("policy was not told of pools that are gone: %s", exc)
         await asyncio.sleep(TELL_AGAIN_S)
 
 
-async def _tell(bus: Bus, role: str, worker: WorkerId, gone: Sequence[WorkerId]) -> None:
+async def _tell(bus: Bus, role: str, worker: WorkerId, folder: Path, gone: Sequence[WorkerId]) -> None:
     await acknowledge(bus, PurgeAck(purge_id="", owner=worker, service=role, wiped=tuple(gone)))
+    told(folder, gone)

@@ -11,7 +11,7 @@ from shared.contracts.grants import Grant, SignedGrant
 from shared.contracts.ids import WorkerId, new_process_id
 from shared.engine.worker_engine import open_worker_engine
 from shared.engine.worker_fences import Fences
-from shared.engine.worker_purges import pools_told
+from shared.engine.worker_purges import lost_pools_told, own_pool_told
 from shared.engine.worker_settings import worker_options
 from shared.engine.worker_shell import WorkerShell
 from shared.lifecycle.runtime import Runtime
@@ -36,8 +36,9 @@ async def start_shell(runtime: Runtime, role: str) -> tuple[WorkerShell, Fences]
     settings = for_model(runtime.settings, only_model(runtime.settings))
     worker = WorkerId(new_process_id(role))
     options = worker_options(settings, role, runtime.env)
+    await runtime.stack.enter_async_context(lost_pools_told(runtime.bus, role, worker, options.kv_dir))
     core = await asyncio.to_thread(open_worker_engine, options, worker)
-    await runtime.stack.enter_async_context(pools_told(runtime.bus, role, worker, core))
+    await runtime.stack.enter_async_context(own_pool_told(runtime.bus, role, worker, core.pool.path))
     runtime.stack.push_async_callback(asyncio.to_thread, core.stop, ENGINE_STOP_S)
     await asyncio.to_thread(core.start)
     if options.fake:

@@ -1,5 +1,5 @@
 """How a pool file begins, under a temporary name, locked by its owner before anybody may take it for a leaving; and how
-it ends where its owner died: whoever finds it overwrites it and removes it."""
+it ends where its owner died: whoever finds it overwrites it and removes it, and leaves a mark until policy was told."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import contextlib
 import fcntl
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 from shared.contracts.errors import SettingsError
+from shared.contracts.ids import WorkerId, is_id
 
 SUFFIX = ".kvpool"
+_MARK = ".wiped"
 _TEMP_PREFIX = ".tmp-"
 _TRIES = 8
 _WIPE_BYTES = 1 << 20
@@ -49,6 +52,23 @@ def sweep(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if _remove_unowned(path)]
 
 
+def mark_wiped(folder: Path, worker: WorkerId) -> None:
+    """Note that a worker's pool is gone, until `told`: a process that ends before that leaves it to the next."""
+    (folder / f"{worker}{_MARK}").touch(mode=0o600)
+
+
+def wiped(folder: Path) -> tuple[WorkerId, ...]:
+    """Workers whose pools are gone, and of which policy was not told yet."""
+    found = (path.name.removesuffix(_MARK) for path in sorted(folder.glob(f"*{_MARK}")))
+    return tuple(WorkerId(name) for name in found if is_id(name))
+
+
+def told(folder: Path, workers: Iterable[WorkerId]) -> None:
+    """Policy knows of these."""
+    for worker in workers:
+        (folder / f"{worker}{_MARK}").unlink(missing_ok=True)
+
+
 def _remove_unowned(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -59,6 +79,8 @@ def _remove_unowned(path: Path) -> bool:
         if os.fstat(fd).st_nlink == 0:
             return False
         _wipe(fd)
+        if is_id(worker := path.name.removesuffix(SUFFIX)):
+            mark_wiped(path.parent, WorkerId(worker))
         path.unlink()
     except (BlockingIOError, FileNotFoundError):
         return False

@@ -166,7 +166,7 @@ def test_everything_killed_at_once_and_started_again(own: Baton) -> None:
     # Then it serves with the same keys, and what the killed workers left is gone
     assert (second.api_key, second.admin_key) == (first.api_key, first.admin_key)
     assert own.answers()
-    assert len(list(pools.iterdir())) == 2
+    assert len(list(pools.glob("*.kvpool"))) == 2
     # And what ran in the background goes on by itself
     responses = own.openai().responses
     until(lambda: responses.retrieve(story.id).status == "incomplete", 90)

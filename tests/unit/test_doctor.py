@@ -194,7 +194,7 @@ def test_a_state_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_pools_of_killed_workers_are_reported(tmp_path: Path) -> None:
     assert doctor_stack.leftover_pools(tmp_path) is None
     (tmp_path / "baton-0-abc").mkdir()
-    (tmp_path / "baton-0-abc" / "decode.pool").write_bytes(bytes(2**20))
+    (tmp_path / "baton-0-abc" / "decode.kvpool").write_bytes(bytes(2**20))
     found = doctor_stack.leftover_pools(tmp_path)
     assert found is not None
     assert f"1 MiB: {tmp_path / 'baton-0-abc'}" in found.detail

@@ -17,7 +17,7 @@ from shared.kv import pool as pool_module
 from shared.kv.huge_pages import HUGE_PAGE
 from shared.kv.layout import LayerGroup, PoolLayout
 from shared.kv.pool import Pool, create_pool
-from shared.kv.pool_file import sweep
+from shared.kv.pool_file import sweep, told, wiped
 from shared.kv.transfer import PeerPool, owner_lives
 
 FULL = LayerGroup("full", (0, 2), num_kv_heads=2, head_dim=4, block_size=16, dtype="float32")
@@ -131,6 +131,11 @@ def test_sweep_spares_owned_pools_and_wipes_the_rest(tmp_path: Path) -> None:
         assert pool.path.exists()
     assert not any(kept_open.read())
     kept_open.close()
+    # and a mark of it stays until policy was told, also for a process that begins later
+    assert sweep(tmp_path) == []
+    assert wiped(tmp_path) == ("prefill-dead",)
+    told(tmp_path, wiped(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_lock_ends_with_the_process(tmp_path: Path) -> None:
