@@ -90,7 +90,8 @@ class Book:
             cost = 0.0 if record.paid_before else record.cost
             record.charge = self.queue.charge(grant.klass, grant.tenant, grant.weight, cost)
             if record.late:
-                self.queue.began_late(record.cost)
+                record.late_cost = record.cost
+                self.queue.began_late(record.late_cost)
 
     def correct(self, record: Record) -> None:
         """More is known of what the request comes to."""
@@ -112,7 +113,7 @@ class Book:
         if record.charge is None:
             return
         if record.late:
-            self.queue.began_late(-record.charge.tokens)
+            self.queue.began_late(-record.late_cost)
             record.late = False
         self.queue.correct(record.grant.klass, record.charge, 0.0)
         self.queue.close(record.grant.klass, record.charge)

@@ -57,6 +57,7 @@ class Record:
     charge: Charge | None = None  # while it is not queued
     paid_before: bool = False  # an earlier leader placed it: under this term it costs nothing
     late: bool = False  # begun because it had waited for too long
+    late_cost: float = 0.0  # for which others have the next turns then
     refused: int = 0  # how often a worker that seemed to have room had none
     overtaken: int = 0  # requests that began while it stood first and had no room
 

@@ -11,7 +11,7 @@ from services.scheduler.record import State
 from shared.contracts.attempt import Attempt
 from shared.contracts.ids import RequestId, TenantId
 from shared.contracts.parts import AttemptOutput, AttemptProgress
-from tests.unit.scheduler_support import Bench, attempt, no_room, reserved, submit
+from tests.unit.scheduler_support import INGRESS, Bench, attempt, no_room, reserved, submit
 
 
 def placed(bench: Bench, name: str, num_tokens: int = 60, *, cached: int = 0, max_tokens: int = 1000) -> Attempt:
@@ -150,6 +150,25 @@ def test_a_news_of_another_attempt_changes_nothing() -> None:
     tell(bench, AttemptOutput(attempt("r", 1, held.dispatch + 1), 1, ended=True), AttemptOutput(held, 1))
     bench.beat("p1", "prefill", outputs=(AttemptOutput(held, 1, ended=True),))
     assert served(bench) == before
+
+
+def test_a_late_turn_that_is_given_back_leaves_no_debt() -> None:
+    bench = Bench(slo_ttft_s={}, max_wait_s={"interactive": 1.0})
+    bench.beat("d1", free_blocks=(0,))
+    bench.submit(submit("r", 60), tenant="a")
+    bench.now = 2.0
+    bench.ingresses.heard(INGRESS, bench.now)
+    bench.beat("d1")
+    queue = bench.table._book.queue
+    assert queue._late_debt > 0
+    record = bench.table.record(RequestId("r"))
+    assert record is not None
+    bench.match()
+    bench.reserve(reserved(num_cached_tokens=32))  # the cost is corrected
+    assert record.state == State.PLACED
+    bench.beat("d1", attempts=(AttemptProgress(record.attempt, 1),), revoked=(record.attempt,))
+    assert record.state == State.QUEUED
+    assert queue._late_debt == 0.0
 
 
 def test_a_flood_of_one_tenant_is_placed_turn_by_turn_with_another() -> None:
