@@ -86,14 +86,14 @@ class Door:
 
     def _too_large(self, submit: m.Submit, grant: Grant) -> ContextExceeded | None:
         """What no worker could hold alone is told so at once, however many wait."""
-        views = self._registry.views()
+        views = self._registry.pools()
         ask = within_pools(_ask(submit, grant), views)
         room = room_of_idle(views, ask)
         return None if room is None else ContextExceeded(larger_than_pool(room, ask.num_tokens, ask.max_new_tokens))
 
     def _has_room(self, submit: m.Submit, grant: Grant) -> bool:
         """True if a worker would take it now."""
-        views = self._registry.views()
+        views = self._registry.pools()
         return bool(decode_candidates(within_pools(_ask(submit, grant), views), views))
 
     def _ahead(self, submit: m.Submit, grant: Grant) -> tuple[int, Ahead]:

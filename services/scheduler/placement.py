@@ -235,12 +235,13 @@ def within_pools(ask: Ask, views: Sequence[WorkerView]) -> Ask:
 
 
 def decode_candidates(ask: Ask, views: Sequence[WorkerView]) -> list[WorkerView]:
-    """Decode workers that may be asked now. Where none could ever hold the request, any of them says so."""
-    decodes = [v for v in views if v.role == "decode" and not v.draining and v.takes(ask.klass)]
+    """Decode workers that may be asked now. Where none could ever hold the request, any of them says so; but not while
+    one drains that could: its successor will."""
+    decodes = [v for v in views if v.role == "decode" and v.takes(ask.klass)]
     possible = [v for v in decodes if could_ever(v, ask)]
     if possible:
-        return [v for v in possible if fits(v, ask)]
-    return [v for v in decodes if v.worker not in ask.excluded]
+        return [v for v in possible if not v.draining and fits(v, ask)]
+    return [v for v in decodes if not v.draining and v.worker not in ask.excluded]
 
 
 def can_start_now(view: WorkerView, ask: Ask) -> bool:

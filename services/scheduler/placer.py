@@ -14,7 +14,7 @@ from services.scheduler.book import Book
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve
 from services.scheduler.forecast import Takers, TurnClock
 from services.scheduler.handoff_cost import HandoffCost
-from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Ask, Choice, choose
+from services.scheduler.placement import HANDED_OFF, LOCAL, NO_WORKER, Ask, Choice, choose, could_ever, within_pools
 from services.scheduler.queue import class_of
 from services.scheduler.record import Record, State
 from services.scheduler.worker_registry import WorkerRegistry
@@ -84,8 +84,8 @@ class Placer:
         classes only `MOST_OVERTAKEN` times while it stands first of its class: then nothing of those begins until it
         fits, but on workers that are not for its class.
         """
-        views = self._registry.views()
-        firsts: dict[str, Record] = {}  # by class, who has no room
+        views = self._registry.pools()
+        firsts: dict[str, tuple[Record, Ask]] = {}  # by class, who has no room
         too_large: list[Ask] = []
         tried: Counter[str] = Counter()
         for request_id in self._book.queue.turns(now):
@@ -99,21 +99,23 @@ class Placer:
             tried[klass] += 1
             choice = choose(ask, views, self._cost)
             if choice is None:
-                firsts.setdefault(klass, record)
+                firsts.setdefault(klass, (record, within_pools(ask, views)))
                 too_large.append(ask)
                 continue
-            passed = [first for first in firsts.values() if self._competes(ask, choice, first)]
+            passed = [first for first, wanted in firsts.values() if self._competes(ask, choice, wanted)]
             if all(_may_be_passed(first, now) for first in passed):
                 for first in passed:
                     first.overtaken += 1
                 return record, choice
         return None
 
-    def _competes(self, ask: Ask, choice: Choice, first: Record) -> bool:
-        """True where it would have room that may be kept for the first: on a worker for the class of that, which is not
-        a lower one."""
-        view, klass = self._registry.view(choice.decode_worker), first.grant.klass
-        return class_rank(klass) <= class_rank(ask.klass) and (view is None or view.takes(klass))
+    def _competes(self, ask: Ask, choice: Choice, first: Ask) -> bool:
+        """True where it would have room that may be kept for the first: on a worker that takes that and can come to
+        hold it, and not from a higher class."""
+        view = self._registry.view(choice.decode_worker)
+        if class_rank(first.klass) > class_rank(ask.klass):
+            return False
+        return view is None or (view.takes(first.klass) and could_ever(view, first))
 
     def _begin(self, now: float, record: Record, tentative: Choice) -> None:
         """Ask the index what is held of it, or a worker at once."""
@@ -218,7 +220,7 @@ class Placer:
 
     def _reserve(self, now: float, record: Record) -> None:
         ask = record.ask(now, self._held(record))
-        choice = choose(ask, self._registry.views(), self._cost)
+        choice = choose(ask, self._registry.pools(), self._cost)
         if choice is None:
             self._book.requeue(record, "no_room")
             return

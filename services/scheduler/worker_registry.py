@@ -26,7 +26,7 @@ FITS = ("model_digest", "block_sizes", "numerics", "token_bytes")
 UNRESPONSIVE_S = 5.0
 """One silent for so long that did not answer either gets nothing new."""
 REMEMBER_LOST_S = 60.0
-"""How long beats a lost process sent before are known for old."""
+"""How long beats a lost process sent before are known for old, and what its pool could hold is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,12 @@ class RefusedWorker:
     field: str
     value: str
     expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    beat: WorkerBeat  # the last one
+    until_s: float  # when it is forgotten
 
 
 @dataclass(slots=True)
@@ -77,7 +83,7 @@ class WorkerRegistry:
     pool: str
     lease_s: float = 10.0
     _entries: dict[WorkerId, _Entry] = field(default_factory=dict)
-    _lost: dict[WorkerId, tuple[Incarnation, int, float]] = field(default_factory=dict)
+    _lost: dict[WorkerId, _Lost] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -89,8 +95,8 @@ class WorkerRegistry:
         """Take a beat. Stale ones (older incarnation, or not newer in number) change nothing, a lost process's too."""
         if beat.pool != self.pool:
             return BeatOutcome(taken=False)
-        incarnation, number, _ = self._lost.get(beat.worker, (Incarnation(0), 0, 0.0))
-        if (beat.incarnation, beat.number) <= (incarnation, number):
+        lost = self._lost.get(beat.worker)
+        if lost is not None and (beat.incarnation, beat.number) <= (lost.beat.incarnation, lost.beat.number):
             return BeatOutcome(taken=False)
         old = self._entries.get(beat.worker)
         if beat.stalled:
@@ -121,7 +127,7 @@ class WorkerRegistry:
 
     def expire(self, now: float) -> list[LostWorker]:
         """Workers whose lease ended; they are forgotten until they beat again."""
-        for worker in [w for w, (_, _, until_s) in self._lost.items() if until_s <= now]:
+        for worker in [w for w, lost in self._lost.items() if lost.until_s <= now]:
             del self._lost[worker]
         late = [worker for worker, entry in self._entries.items() if entry.heard_s + self.lease_s <= now]
         return [lost for worker in late if (lost := self.lose(worker, now, "lease_expired")) is not None]
@@ -156,7 +162,7 @@ class WorkerRegistry:
         if entry is None:
             return None
         beat = entry.beat
-        self._lost[worker] = beat.incarnation, beat.number, now + REMEMBER_LOST_S
+        self._lost[worker] = _Lost(beat, now + REMEMBER_LOST_S)
         return LostWorker(worker, beat.incarnation, beat.role, reason)
 
     def note_placed(
@@ -178,6 +184,14 @@ class WorkerRegistry:
     def views(self) -> list[WorkerView]:
         """Every live worker, by id, but those that neither beat nor answer."""
         return [_view(entry) for _, entry in sorted(self._entries.items()) if not entry.unresponsive]
+
+    def pools(self) -> list[WorkerView]:
+        """`views`, and behind them the decode workers that are away for a moment, as draining: no request is too large
+        that one of those could hold."""
+        silent = [entry.beat for entry in self._entries.values() if entry.unresponsive]
+        lost = [lost.beat for worker, lost in sorted(self._lost.items()) if worker not in self._entries]
+        away = [_view(_Entry(beat, 0.0)) for beat in (*silent, *lost) if beat.role == "decode"]
+        return [*self.views(), *(replace(view, draining=True) for view in away)]
 
     def attempts(self) -> Iterator[tuple[WorkerBeat, AttemptProgress]]:
         """What live decode workers last said they hold."""

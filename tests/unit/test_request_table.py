@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from services.scheduler.effects import AskMatch, AskPrefill, AskReserve, CancelAt, PlacingEnded
 from services.scheduler.placer import MOST_OVERTAKEN, MOST_TRIED
 from services.scheduler.record import State
+from services.scheduler.worker_registry import REMEMBER_LOST_S, UNRESPONSIVE_S
 from shared.contracts import messages as m
 from shared.contracts.errors import ErrorInfo
 from shared.contracts.ids import Incarnation, RequestId, WorkerId
@@ -432,6 +434,50 @@ def test_what_no_worker_could_ever_hold_is_told_at_once_however_many_wait() -> N
     # a larger pool comes: it may wait for that one
     bench.beat("d2", free_blocks=(0,), total_blocks=(20,))
     assert isinstance(bench.submit(submit("huge", 60, max_tokens=262)), m.Queued)
+
+
+@pytest.mark.parametrize("way", ["lost", "draining", "silent"])
+def test_what_only_a_worker_that_is_away_for_a_moment_can_hold_waits_for_it(way: str) -> None:
+    bench = Bench(max_placing=1)
+    bench.beat("small", total_blocks=(10,), free_blocks=(10,))
+    bench.beat("large")
+    bench.submit(submit("runs", 1000))
+    bench.match()
+    assert bench.reserve(reserved()).worker == "large"
+    if way == "draining":
+        bench.beat("large", draining=True)
+    elif way == "silent":
+        bench.now = UNRESPONSIVE_S
+        bench.registry.no_answer(WorkerId("large"), bench.now, bench.now)
+        bench.beat("small", total_blocks=(10,), free_blocks=(10,))
+    else:
+        bench.lose("large")
+        assert isinstance(bench.submit(submit("runs", 1000, epoch=2)), m.Queued)
+    assert isinstance(bench.submit(submit("huge", 1000)), m.Queued)
+    for number in range(2 * MOST_OVERTAKEN):  # the small worker is not emptied for what it cannot hold
+        bench.submit(submit(f"small{number}", 31))
+        assert bench.reserve(reserved()).worker == "small"
+        bench.beat("small", total_blocks=(10,), free_blocks=(10,))
+    assert not [event for event in bench.told if isinstance(event, m.PlacementRefused)]
+    assert state(bench, "huge") == State.QUEUED
+    bench.beat("large", incarnation=Incarnation(2))
+    assert State.MATCHING in (state(bench, "huge"), state(bench, "runs"))
+
+
+def test_what_only_a_worker_that_is_gone_for_good_could_hold_is_told_so() -> None:
+    bench = Bench()
+    bench.beat("small", total_blocks=(10,), free_blocks=(10,))
+    bench.beat("large")
+    bench.lose("large")
+    assert isinstance(bench.submit(submit("huge", 1000)), m.Queued)
+    bench.now += REMEMBER_LOST_S
+    bench.registry.expire(bench.now)
+    bench.beat("small", total_blocks=(10,), free_blocks=(10,))
+    bench.ingresses.heard(INGRESS, bench.now)
+    assert isinstance(bench.submit(submit("other", 1000)), m.Refusal)
+    bench.tick()
+    bench.match()
+    assert bench.pop(AskReserve).worker == "small"  # which says so
 
 
 def test_a_class_that_no_decode_worker_takes_is_refused_after_a_moment_and_the_others_run() -> None:
