@@ -22,7 +22,7 @@ from services.gateway.settings import GatewayConfig
 from shared.bus.bus import Bus, Delivery, Subscription
 from shared.contracts import subjects
 from shared.contracts.errors import BatonError, QuotaExceeded, Unauthenticated
-from shared.contracts.ids import Epoch, RequestId, TenantId, new_request_id
+from shared.contracts.ids import Epoch, RequestId, new_request_id
 from shared.contracts.messages import (
     Admit,
     Authenticate,
@@ -40,7 +40,6 @@ from shared.ingress.ingress import FIRST_EPOCH, Ingress
 from shared.ingress.request_plan import RequestPlan
 from shared.ingress.served_models import ServedModels
 from shared.ingress.session import Session, SessionHooks
-from shared.security.keeping import kept_s
 from shared.telemetry.metrics import Metrics
 from shared.telemetry.setup import Telemetry
 from shared.telemetry.trace_buffer import TraceBuffer
@@ -99,7 +98,6 @@ class GatewayService:
         self._clock = clock
         self._identities = IdentityCache()
         self._guesses = Guesses()
-        self._retentions: dict[TenantId, int] = {}  # of tenants that have one
         self._subscriptions: list[Subscription] = []
 
     async def __aenter__(self) -> GatewayService:
@@ -149,10 +147,7 @@ class GatewayService:
             if changes == self._identities.changes:
                 self._guesses.on_refused(key_hash, address, asked)
             raise
-        if identity.retention_s >= 0:
-            self._retentions[identity.tenant] = identity.retention_s
-        else:
-            self._retentions.pop(identity.tenant, None)
+        self.traces.note_retention(identity.tenant, identity.retention_s)
         self._identities.put(key_hash, identity, asked, changes)
         self._guesses.on_good(key_hash, asked)
         return identity
@@ -281,5 +276,4 @@ class GatewayService:
     def _on_ingress_beat(self, delivery: Delivery) -> None:
         self.cluster.on_ingress_beat(delivery.message, self._clock())
         if delivery.message.ingress_id == self.config.ingress.ingress_id:  # once a second
-            for tenant, retention_s in self._retentions.items():
-                self.traces.forget(tenant, time.time_ns() - kept_s(0, retention_s) * 1_000_000_000)
+            self.traces.expire(time.time_ns())

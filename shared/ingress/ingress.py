@@ -225,6 +225,8 @@ class Ingress:
         if grant.request_id != ask.request_id:
             raise ProtocolError("policy granted another request")
         span.set_attribute(a.CLASS, grant.klass)
+        if grant.retention_s >= 0:
+            span.set_attribute(a.RETENTION_S, grant.retention_s)
         self.purges.generations.require_live(grant.scope)
         session = Session(
             plan,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from shared.contracts.parts import SpanRecord
+from shared.security.keeping import kept_s
 from shared.telemetry import attributes as a
 
 ROOT = "gateway.request"
@@ -50,6 +51,7 @@ class TraceBuffer:
         self._traces: OrderedDict[str, dict[str, SpanRecord]] = OrderedDict()
         self._by_request: dict[str, str] = {}
         self._tenants: dict[str, str] = {}
+        self._retentions: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -70,20 +72,29 @@ class TraceBuffer:
         while self._bytes > self._max_bytes and len(self._traces) > 1:
             self._drop_oldest()
 
-    def forget(self, tenant: str, before_ns: int | None = None) -> int:
-        """Drop a tenant's traces, with `before_ns` those that had ended by then (unix nanoseconds); how many.
+    def forget(self, tenant: str) -> int:
+        """Drop a tenant's traces; how many. Whose one is whose root has not come yet, nobody knows."""
+        return self._drop_all([trace_id for trace_id, whose in self._tenants.items() if whose == tenant])
 
-        Whose one is whose root has not come yet, nobody knows.
-        """
-        gone = [
-            trace_id
-            for trace_id, spans in self._traces.items()
-            if self._tenants.get(trace_id) == tenant
-            and (before_ns is None or max(span.end_ns for span in spans.values()) < before_ns)
-        ]
-        for trace_id in gone:
-            self._drop(trace_id)
-        return len(gone)
+    def note_retention(self, tenant: str, retention_s: int) -> None:
+        """How long a tenant's traces are kept, as in `Grant`; root spans tell it too."""
+        if retention_s < 0:
+            self._retentions.pop(tenant, None)
+        else:
+            self._retentions[tenant] = retention_s
+
+    def expire(self, now_ns: int) -> int:
+        """Drop what ended longer ago than its tenant's retention (unix nanoseconds); how many."""
+        ends = {tenant: now_ns - kept_s(0, kept) * 1_000_000_000 for tenant, kept in self._retentions.items()}
+        if not ends:
+            return 0
+        return self._drop_all(
+            [
+                trace_id
+                for trace_id, tenant in self._tenants.items()
+                if tenant in ends and max(span.end_ns for span in self._traces[trace_id].values()) < ends[tenant]
+            ]
+        )
 
     def get(self, wanted: str, tenant: str | None = None) -> list[SpanRecord]:
         """Spans of a trace, by trace id, request id, or an unambiguous beginning of either; in order of their start.
@@ -115,6 +126,11 @@ class TraceBuffer:
             self._by_request[request_id] = root.trace_id
         if isinstance(tenant, str):
             self._tenants[root.trace_id] = tenant
+            kept = root.attributes.get(a.RETENTION_S)
+            if isinstance(kept, int):
+                self.note_retention(tenant, kept)
+            elif a.CLASS in root.attributes:  # it was granted, to a tenant without one
+                self.note_retention(tenant, -1)
 
     def _find(self, wanted: str, tenant: str | None) -> str:
         exact = wanted if wanted in self._traces else self._by_request.get(wanted, "")
@@ -129,6 +145,11 @@ class TraceBuffer:
 
     def _drop_oldest(self) -> None:
         self._drop(next(iter(self._traces)))
+
+    def _drop_all(self, trace_ids: list[str]) -> int:
+        for trace_id in trace_ids:
+            self._drop(trace_id)
+        return len(trace_ids)
 
     def _drop(self, trace_id: str) -> None:
         spans = self._traces.pop(trace_id)

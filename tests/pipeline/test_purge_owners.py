@@ -29,6 +29,9 @@ from shared.ingress.prompt_codec import PromptCodec
 from shared.ingress.served_models import ServedModel, ServedModels
 from shared.security.generations import Generations
 from shared.security.purge_orders import PurgeOrders
+from shared.telemetry import attributes as attr
+from shared.telemetry.trace_buffer import root_of
+from tests.pipeline import gateway_support
 from tests.pipeline.batch_support import (
     ANN,
     BOB,
@@ -301,6 +304,17 @@ async def test_an_order_that_failed_is_carried_out_when_it_comes_again_and_one_t
 
 
 # ---------------------------------------------------------------------------------------------- retention
+
+
+async def test_a_root_span_tells_the_retention_of_its_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_support, "Grant", partial(gateway_support.Grant, retention_s=3600))
+    async with gateway_stack(Backend(MemoryBroker())) as stack:
+        assert (await stack.client.post("/v1/chat/completions", json=chat(), headers=HEADERS)).status_code == 200
+        await until(lambda: stack.service.traces.recent(tenant="tenant-a"))
+        (trace,) = stack.service.traces.recent(tenant="tenant-a")
+        root = root_of(stack.service.traces.get(trace.trace_id))
+        assert root is not None
+        assert root.attributes[attr.RETENTION_S] == 3600
 
 
 async def test_files_of_a_tenant_with_a_retention_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
