@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from services.prefix_cache_index.fleet import Fleet, Heard
 from services.prefix_cache_index.index import REPLAY_RETRY_S, BlockIndex
-from services.prefix_cache_index.issued import IssuedTags, salted
+from services.prefix_cache_index.issued import IssuedTags, Owner, salted
 from shared.contracts.errors import Conflict, Forbidden
 from shared.contracts.grants import Scope
 from shared.contracts.ids import BlockTag, Incarnation, ScopeGeneration, TenantId, WorkerId
@@ -285,6 +288,42 @@ def test_a_scopes_tags_are_forgotten_under_every_salt() -> None:
     assert sorted(issued.forget({"scope-a"})) == [(0, tag(number)) for number in range(3)]
     assert issued.forget({"scope-b"}) == [(0, tag(9))]
     assert len(issued) == 0
+
+
+def test_forgetting_a_scope_looks_at_no_other_tags() -> None:
+    issued, others = IssuedTags(), 2000
+    issued.remember("big", 0, [tag(number) for number in range(others)])
+    issued.remember("small", 1, [tag(others)])
+    issued._owners = counted = CountedLooks(issued._owners)
+    counted.looks = 0
+    assert issued.forget({"small", "unknown"}) == [(1, tag(others))]
+    assert counted.looks <= 2
+    # a tag that has passed to another scope, or was dropped for want of room, is forgotten with nobody's
+    issued = IssuedTags(capacity=2)
+    issued.remember("a", 0, [tag(1)])
+    issued.remember("b", 0, [tag(1), tag(2), tag(3)])
+    assert issued.forget({"a"}) == []
+    assert sorted(issued.forget({"b"})) == [(0, tag(2)), (0, tag(3))]
+    assert (len(issued), issued._tags) == (0, {})
+
+
+class CountedLooks(OrderedDict[BlockTag, Owner]):
+    """Counts how many entries were looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[BlockTag]:
+        for tag_of_one in super().__iter__():
+            self.looks += 1
+            yield tag_of_one
+
+    def items(self) -> Any:
+        self.looks += len(self)
+        return super().items()
+
+    def pop(self, *arguments: Any) -> Any:
+        self.looks += 1
+        return super().pop(*arguments)
 
 
 def test_issued_tags_are_bounded_and_the_oldest_go_first() -> None:
