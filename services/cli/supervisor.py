@@ -13,6 +13,7 @@ from services.cli.child import Child, ChildFailed, ChildSpec
 from services.cli.heartbeats import LOOK_S, Heartbeats
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
+_MOST_DOUBLINGS = 16
 STABLE_S = 60.0
 """A child that lived this long starts its next failures from zero."""
 MAX_FAILURES = 6
@@ -21,7 +22,7 @@ MAX_FAILURES = 6
 
 def restart_pause_s(failures: int) -> float:
     """Seconds to wait before the restart after `failures` failures in a row: doubling, bounded. Pure."""
-    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** max(0, failures - 1))
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(max(0, failures - 1), _MOST_DOUBLINGS))
 
 
 class Supervisor:

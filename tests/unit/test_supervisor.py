@@ -314,7 +314,7 @@ def test_shares() -> None:
     assert pool_bytes_per_worker(4096 * mib, 200 * mib, 2) == 80 * mib
     assert pool_bytes_per_worker(1 << 40, 1 << 40, 2) == 1024 * mib
     assert pool_bytes_per_worker(mib, mib, 2) == 64 * mib
-    assert [restart_pause_s(n) for n in (1, 2, 3, 20)] == [0.25, 0.5, 1.0, 15.0]
+    assert [restart_pause_s(n) for n in (1, 2, 3, 20, 100_000)] == [0.25, 0.5, 1.0, 15.0, 15.0]
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(2) == "ended with exit code 2"
 
