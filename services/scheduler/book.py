@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 
 from services.scheduler.costs import OutputGuess
 from services.scheduler.effects import CancelAt, Effect, PlacingEnded, Tell
+from services.scheduler.leavers import Leaver, Leavers
 from services.scheduler.outbox import Event, Outbox
 from services.scheduler.placement import HANDED_OFF, NO_WORKER
 from services.scheduler.queue import FairQueue
 from services.scheduler.record import PLACING, Record, State
+from services.scheduler.shares import Charge
 from services.scheduler.tombstones import Tombstones
 from shared.contracts import messages as m
 from shared.contracts.attempt import Attempt
@@ -32,6 +34,7 @@ class Book:
         self.records: dict[RequestId, Record] = {}
         self.queue = FairQueue(max_wait_s=max_wait_s)
         self.outputs = OutputGuess()
+        self.leavers = Leavers()
         self.outbox = Outbox(term, event_resend_s)
         self.ended = Tombstones(remember_s)
         self.effects: list[Effect] = []
@@ -120,13 +123,37 @@ class Book:
         record.charge = None
 
     def _close(self, record: Record, *, dropped: bool) -> None:
-        """It ends. What was never placed costs nothing, and what is cut short as much as was seen of it."""
+        """It ends. What was never placed costs nothing, and what is cut short as much as its worker made of it: it says
+        that in one of its next beats, unless it is lost."""
         if record.state in (State.PLACED, State.LOST) and record.charge is not None:
+            open_ended = dropped and not record.output_ended and not record.paid_before
+            if open_ended and record.state == State.PLACED:
+                self._leaves(record, record.charge)
+                return
             if dropped:
                 self.output_counted(record, record.num_output, ended=False, cut=True)
             self.queue.close(record.grant.klass, record.charge)
             record.charge = None
         self._give_back(record)
+
+    def _leaves(self, record: Record, charge: Charge) -> None:
+        leaver = Leaver(
+            attempt=record.attempt,
+            worker=record.decode_worker,
+            klass=record.grant.klass,
+            charge=charge,
+            num_tokens=record.charged_tokens,
+            num_cached=record.num_cached,
+            num_output=record.num_output,
+        )
+        self.leavers.add(leaver)
+        record.charge = None
+
+    def settle(self, leavers: list[Leaver]) -> None:
+        """They pay for what was made for them."""
+        for leaver in leavers:
+            self.queue.correct(leaver.klass, leaver.charge, leaver.cost)
+            self.queue.close(leaver.klass, leaver.charge)
 
     def end(self, now: float, record: Record, *, dropped: bool, outcome: str = "dropped") -> None:
         """Forget a request. `dropped`: nobody may run it on; what is under way for it is cancelled."""

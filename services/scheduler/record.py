@@ -90,8 +90,12 @@ class Record:
     @property
     def cost(self) -> float:
         """What its tenant is charged. A prompt that a lost worker had computed is not charged again."""
-        num_tokens = self.num_tokens if self.submit.attempt.epoch <= 1 else 0
-        return request_cost(num_tokens, self.num_cached, self.guessed_output)
+        return request_cost(self.charged_tokens, self.num_cached, self.guessed_output)
+
+    @property
+    def charged_tokens(self) -> int:
+        """Of its prompt."""
+        return self.num_tokens if self.submit.attempt.epoch <= 1 else 0
 
     @property
     def decode_worker(self) -> WorkerId:

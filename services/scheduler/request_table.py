@@ -238,6 +238,7 @@ class RequestTable:
     def worker_beat(self, now: float, beat: m.WorkerBeat) -> list[Effect]:
         """A beat the registry has taken: adopt, confirm, cancel or forget by what it lists; then place."""
         listed = {held.attempt.request_id: held.attempt for held in beat.attempts}
+        self._book.settle(self._book.leavers.beat(beat))
         for output in beat.outputs:
             record = self._book.current(output.attempt, State.PLACED)
             if record is not None and record.decode_worker == beat.worker:
@@ -257,6 +258,7 @@ class RequestTable:
     def worker_lost(self, now: float, lost: LostWorker) -> list[Effect]:
         """A worker the registry gave up. Every ingress is told of a decode worker: it may run what we never saw."""
         if lost.role == "decode":
+            self._book.settle(self._book.leavers.lost(lost.worker))
 
             def build(number: int) -> Event:
                 return m.WorkerLost(number=number, worker=lost.worker, incarnation=lost.incarnation, reason=lost.reason)

@@ -128,6 +128,38 @@ def test_who_leaves_pays_for_what_was_seen_of_it() -> None:
     tell(bench, AttemptOutput(held, 12))
     assert served(bench) == 60 + FIRST_GUESS
     bench.withdraw("r")
+    assert served(bench) == 60 + FIRST_GUESS  # its worker has not said the last of it
+    tell(bench, AttemptOutput(held, 20))
+    assert served(bench) == 60 + FIRST_GUESS
+    tell(bench, AttemptOutput(held, 25, ended=True))
+    assert served(bench) == 60 + 25
+    tell(bench, AttemptOutput(held, 25, ended=True))
+    assert served(bench) == 60 + 25
+    assert bench.table._book.queue._lanes["interactive"].shares.account(TenantId("t")).running == 0
+
+
+def test_who_leaves_before_the_next_beat_pays_for_more_than_the_prompt() -> None:
+    bench = bench_of()
+    for i in range(3):
+        held = placed(bench, f"r{i}")
+        bench.withdraw(f"r{i}")
+        tell(bench, AttemptOutput(held, 30, ended=True))
+        assert served(bench) == (i + 1) * (60 + 30)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_where_the_worker_says_nothing_it_is_what_was_seen(lost: bool) -> None:
+    bench = bench_of()
+    held = placed(bench, "r")
+    tell(bench, AttemptOutput(held, 12))
+    bench.withdraw("r")
+    if lost:
+        bench.lose("d1")
+    else:
+        bench.beat("d1", attempts=(AttemptProgress(held, 1),))  # it has not heard of the cancel
+        bench.beat("d1")
+        assert served(bench) == 60 + FIRST_GUESS
+        bench.beat("d1")
     assert served(bench) == 60 + 12
 
 
