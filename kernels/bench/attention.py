@@ -41,14 +41,12 @@ def decode(batch: int, length: int, queries: int, kv_dtype: torch.dtype = torch.
 
     def make() -> tuple[Call, dict[str, Call]]:
         ours = _ours(batch, length, queries, kv_dtype, block_size)
-        if kv_dtype != torch.bfloat16:
-            return ours, {}
         q, k, v = _dense(batch, length, queries)
-        mask = None
-        if queries > 1:
-            mask = torch.ones(queries, length, dtype=torch.bool, device=_CUDA).tril(length - queries)
+        mask = _causal(queries, length) if queries > 1 else None
         sdpa: Any = F.scaled_dot_product_attention
-        return ours, {"sdpa": lambda: sdpa(q, k, v, attn_mask=mask, enable_gqa=True)}
+        # there is none over 8 bits: what the same step takes over K and V that are kept whole
+        name = "sdpa" if kv_dtype == torch.bfloat16 else "sdpa bf16"
+        return ours, {name: lambda: sdpa(q, k, v, attn_mask=mask, enable_gqa=True)}
 
     operation = "decode attention" if queries == 1 else "verify attention"
     return Case(operation, shape, num_bytes, flops, make, kv_dtype == torch.float8_e4m3fn)
@@ -60,13 +58,12 @@ def prefill(batch: int, length: int, chunk: int, block_size: int = 16) -> Case:
     shape = f"B={batch} S={length} q={chunk} block {block_size}"
 
     def make() -> tuple[Call, dict[str, Call]]:
-        peers: dict[str, Call] = {}
-        if chunk == length:
-            q, k, v = _dense(batch, length, chunk)
-            sdpa: Any = F.scaled_dot_product_attention
-            peers["sdpa"] = lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)
-            if batch == 1 and length == 4096:  # its compiler takes long
-                peers["flex"] = _flex(q, k, v)
+        q, k, v = _dense(batch, length, chunk)
+        sdpa: Any = F.scaled_dot_product_attention
+        how = {"is_causal": True} if chunk == length else {"attn_mask": _causal(chunk, length)}
+        peers: dict[str, Call] = {"sdpa": lambda: sdpa(q, k, v, enable_gqa=True, **how)}
+        if batch == 1 and chunk == length == 4096:  # its compiler takes long
+            peers["flex"] = _flex(q, k, v)
         return _ours(batch, length, chunk, torch.bfloat16, block_size), peers
 
     return Case("prefill attention", shape, 4 * batch * length * KV_HEADS * HEAD_DIM, 4 * seen * HEADS * HEAD_DIM, make)
@@ -93,6 +90,11 @@ def _dense(batch: int, length: int, queries: int) -> tuple[Tensor, Tensor, Tenso
     q = torch.randn(batch, HEADS, queries, HEAD_DIM, dtype=torch.bfloat16, device=_CUDA)
     k, v = torch.randn(2, batch, KV_HEADS, length, HEAD_DIM, dtype=torch.bfloat16, device=_CUDA)
     return q, k, v
+
+
+def _causal(queries: int, length: int) -> Tensor:
+    """What the last rows of a sequence see."""
+    return torch.ones(queries, length, dtype=torch.bool, device=_CUDA).tril(length - queries)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor) -> Call:

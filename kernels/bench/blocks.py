@@ -25,6 +25,7 @@ def cases() -> Iterator[Case]:
     """All of them move bytes and compute next to nothing."""
     yield store(8192, torch.bfloat16)
     yield store(8192, torch.int8)
+    yield store(8192, torch.float8_e4m3fn)
     yield blocks(
         "gather blocks", 2, gather_blocks, lambda pool, ids, spans: torch.index_select(pool, 0, ids, out=spans)
     )
@@ -61,12 +62,18 @@ def store(num_tokens: int, dtype: torch.dtype) -> Case:
         kv = torch.randn(num_tokens, 2, 8, 128, dtype=torch.bfloat16, device=_CUDA)
         pool = torch.zeros(num_tokens // 8, 2, 8, 16, 128, dtype=dtype, device=_CUDA)
         slots = torch.randperm(num_tokens * 2, device=_CUDA)[:num_tokens]
-        scales = torch.zeros(pool.shape[:4], device=_CUDA) if dtype == torch.int8 else None
-        by_torch: dict[str, Call] = {} if scales is not None else {"torch": lambda: peers.store(kv, pool, slots)}
-        return lambda: store_kv(kv, pool, slots, scales), by_torch
+        scales = torch.zeros(pool.shape[:4], device=_CUDA) if dtype.itemsize == 1 else None
 
-    moved = num_tokens * 2 * 8 * (128 * (2 + dtype.itemsize) + 4 * (dtype == torch.int8))
-    return Case("store_kv", f"{num_tokens} tokens into {str(dtype)[6:]}", moved, 0, make)
+        def by_torch() -> None:
+            if scales is None:
+                peers.store(kv, pool, slots)
+            else:
+                peers.store_quantized(kv, pool, scales, slots)
+
+        return lambda: store_kv(kv, pool, slots, scales), {"torch": by_torch}
+
+    moved = num_tokens * 2 * 8 * (128 * (2 + dtype.itemsize) + 4 * (dtype.itemsize == 1))
+    return Case("store_kv", f"{num_tokens} tokens into {str(dtype)[6:]}", moved, 0, make, dtype == torch.float8_e4m3fn)
 
 
 def blocks(name: str, passes: int, call: OfBlocks, by_torch: OfBlocks) -> Case:

@@ -175,7 +175,16 @@ def _adjusted(rows: int, asked: int) -> Case:
             mask=Mask(lines, words),
             scored=torch.full_like(lines, -1),
         )
-        return lambda: sample(logits, how), {}
+        penalties, mask = how.penalties, how.mask
+        assert penalties is not None
+        assert mask is not None
+        few = Bias(lines, ids[:, :300], torch.ones_like(ids[:, :300], dtype=torch.float32))
+
+        def torch_way() -> None:
+            tokens = peers.sample(peers.adjusted(logits, asked, penalties, few, mask), 1.0, 50, 0.9, 0.0)
+            counts[:asked].scatter_add_(1, tokens[:asked, None], torch.ones_like(counts[:asked, :1]))
+
+        return lambda: sample(logits, how), {"torch": torch_way}
 
     return Case("sampling", f"rows {rows} adjusted {asked}", 2 * rows * VOCAB, 0, make)
 
@@ -206,7 +215,9 @@ def _experts(tokens: int, num_experts: int = 8, top_k: int = 2) -> Case:
             return experts(x, up, down, ids, shares)
 
         torch_way = lambda: peers.experts(x, up.data, down.data, router, top_k)  # noqa: E731
-        return call, {"torch, all experts": torch_way} if tokens < 1000 else {}
+        grouped = lambda: peers.grouped_experts(x, up.data, down.data, router, top_k)  # noqa: E731
+        every: dict[str, Call] = {"torch, all experts": torch_way} if tokens < 1000 else {}
+        return call, {"torch, grouped": grouped} | every
 
     used = min(num_experts, tokens * top_k)
     matrix = 3 * HIDDEN * WIDTH

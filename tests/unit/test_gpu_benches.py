@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from kernels.bench.row import Case
 from kernels.chip import pretend
 from kernels.rotary import frequencies, rotary_table
 from kernels.rotary.triton_kernel import rotary_store_kv
+from kernels.sampling.adjustment import Adjustment, adjust
+from kernels.sampling.triton_rows import Bias, Mask, Penalties
+from kernels.store_kv.triton_kernel import store_kv
 from loadtest import device_model
 from shared.contracts.sampling import SamplingParams
 from shared.engine.decode_graphs import DecodeGraphs
@@ -61,9 +65,10 @@ def test_every_case_of_the_bench_is_one_its_wrappers_take(suite: str, monkeypatc
         assert case.bytes > 0
         before = len(launched)
         with NoCard():
-            call, peers = case.make()
+            call, others = case.make()
             call()
-            for peer in peers.values():
+            assert others, case.shape
+            for peer in others.values():
                 peer()
         assert len(launched) > before, case.shape
 
@@ -81,11 +86,25 @@ def test_peers_do_the_work_that_they_are_measured_for() -> None:
     assert torch.allclose(ours[:, :heads], theirs[:, :heads], atol=1e-5)
     assert torch.allclose(pools[0], pools[1], atol=1e-5)
 
+    for dtype, step in ((torch.int8, 1.0), (torch.float8_e4m3fn, 32.0)):  # of e4m3, between its largest numbers
+        kept, scales = (
+            torch.zeros(2, *pools.shape[1:], dtype=dtype, device=DEVICE),
+            torch.zeros(2, *pools.shape[1:-1], device=DEVICE),
+        )
+        kv = torch.randn(rows, 2, kv_heads, 64, dtype=torch.bfloat16, device=DEVICE)
+        store_kv(kv, kept[0], slots, scales[0])
+        peers.store_quantized(kv, kept[1], scales[1], slots)
+        assert torch.allclose(*scales, rtol=1e-6)
+        assert scales.count_nonzero() == 2 * rows * 2 * kv_heads
+        assert (kept[0].float() - kept[1].float()).abs().max() <= step
+        assert (kept[0].view(torch.uint8) == kept[1].view(torch.uint8)).float().mean() > 0.999
+
     x, router = torch.randn(5, 32), torch.randn(5, 4)
     up, down = torch.randn(4, 48, 32), torch.randn(4, 32, 24)
     ids, shares = moe.route(router, 2)
     wanted = moe.experts(x, up, down, ids, shares)
     assert torch.allclose(peers.experts(x, up, down, router, 2), wanted, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(peers.grouped_experts(x, up, down, router, 2), wanted, rtol=1e-4, atol=1e-4)
 
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     for asked, left in (
@@ -98,6 +117,28 @@ def test_peers_do_the_work_that_they_are_measured_for() -> None:
         shares = torch.tensor([0.5, 0.3, 0.15, 0.05])[:left]
         assert torch.allclose(found[:left], shares / shares.sum(), atol=0.05)
         assert int((found[left:] > 0).sum()) == 0
+
+
+def test_the_peer_of_adjusted_sampling_adjusts_as_we_do() -> None:
+    torch.manual_seed(0)
+    vocab, asked, said, prompt, biases = 70, 2, (3, 3, 40), (5, 40, 69), {0: 2.0, 33: -1.5, 68: 0.5}
+    logits, lines = torch.randn(3, vocab) * 3, torch.tensor([0, 1, -1], dtype=torch.int32)
+    words = (vocab + 31) // 32
+    allowed = torch.randint(-(1 << 31), (1 << 31) - 1, (asked, words)).int()
+    counts = torch.tensor(said).bincount(minlength=vocab).int().repeat(asked, 1)
+    prompts = np.packbits(np.isin(np.arange(32 * words), prompt), bitorder="little").view(np.int32)
+    each = torch.ones(3)
+    found = peers.adjusted(
+        logits,
+        asked,
+        Penalties(each * 1.3, each * 0.5, each * 0.25, lines, counts, torch.from_numpy(prompts).repeat(asked, 1)),
+        Bias(lines, torch.tensor([[*biases]] * asked).int(), torch.tensor([[*biases.values()]] * asked)),
+        Mask(lines, allowed),
+    )
+    for row in range(asked):
+        how = Adjustment(1.3, 0.5, 0.25, prompt, said, biases, mask=allowed[row].numpy().view(np.uint32))
+        assert np.allclose(found[row].numpy(), adjust(logits[row].numpy(), how), atol=1e-5)
+    assert torch.equal(found[asked:], logits[asked:])
 
 
 def test_cases_of_float8_are_left_out_where_a_card_has_none() -> None:
