@@ -14,6 +14,7 @@ loaded is taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,27 @@ class Load:
     sequences: int
     places: int  # sequences it runs at most; 0: no bound known
     used: float  # share of its blocks that sequences hold
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Of what workers do; infinite where there are none."""
+
+    sequences: float
+    used: float
+
+    @classmethod
+    def of(cls, loads: Sequence[Load]) -> Mean:
+        """Sums once, for any number of homes."""
+        if not loads:
+            return cls(math.inf, math.inf)
+        count = len(loads)
+        return cls(sum(load.sequences for load in loads) / count, sum(load.used for load in loads) / count)
+
+    def is_passed_by(self, load: Load) -> bool:
+        """True for one that has so much more that nothing is worth adding to it."""
+        spare = max(1.0, load.places * SPARE_SHARE)
+        return load.sequences > OVER * self.sequences + spare or load.used > OVER * self.used + SPARE_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +83,9 @@ def choose_home(homes: Sequence[Home], loads: Sequence[Load]) -> Home:
         homes: at least one.
         loads: of all workers that share the work, those without room included.
     """
-    bounded = [home for home in homes if not is_over(home.load, loads)] or homes
+    mean = Mean.of(loads)
+    bounded = [home for home in homes if not mean.is_passed_by(home.load)] or homes
     cheapest = min(bounded, key=lambda home: home.cost_s)
     limit_s = cheapest.cost_s + ALIKE * cheapest.first_s
     alike = [home for home in bounded if home.cost_s <= limit_s]
     return min(alike, key=lambda home: (home.load.sequences, -home.held, -home.room, home.worker))
-
-
-def is_over(load: Load, loads: Sequence[Load]) -> bool:
-    """True for one that has so much more than the mean that nothing is worth adding to it."""
-    if not loads:
-        return False
-    sequences = sum(other.sequences for other in loads) / len(loads)
-    used = sum(other.used for other in loads) / len(loads)
-    spare = max(1.0, load.places * SPARE_SHARE)
-    return load.sequences > OVER * sequences + spare or load.used > OVER * used + SPARE_SHARE

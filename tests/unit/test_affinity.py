@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from services.scheduler.affinity import OVER, SPARE_SHARE, Home, Load, choose_home, is_over
+from services.scheduler.affinity import OVER, SPARE_SHARE, Home, Load, Mean, choose_home
 from services.scheduler.handoff_cost import HandoffCost
 from services.scheduler.placement import Ask, WorkerView, choose, first_token_s, load_of, local_cost_s, output_s
 from shared.contracts.ids import WorkerId
@@ -36,6 +37,10 @@ class Worker:
             total_blocks=(BLOCKS,),
             max_sequences=PLACES,
         )
+
+
+def is_over(load: Load, loads: Sequence[Load]) -> bool:
+    return Mean.of(loads).is_passed_by(load)
 
 
 @dataclass
@@ -142,6 +147,19 @@ def test_who_has_much_more_than_the_mean_gets_nothing_while_others_can() -> None
     assert choose_home([hot, cold], loads) is cold
     assert choose_home([hot], loads) is hot  # nobody else can
     assert choose_home([hot, cold], []) is hot
+
+
+def test_the_mean_is_summed_once_for_any_number_of_homes() -> None:
+    class Counted(list[Load]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Load]:
+            self.looks += 1
+            return super().__iter__()
+
+    loads = Counted(Load(2, 32, 0.1) for _ in range(50))
+    choose_home([Home(WorkerId(f"w{at}"), 1.0, 0.0, 0, 90, load) for at, load in enumerate(list(loads))], loads)
+    assert loads.looks <= 3  # and one of the list above
 
 
 def test_costs_that_are_alike_are_told_apart_by_load_then_match_then_room() -> None:
