@@ -9,7 +9,6 @@ a time does pay for each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.contracts.ids import TenantId
@@ -100,9 +99,7 @@ class Shares:
         if not account.idle:
             return
         self._accounts[tenant] = self._accounts.pop(tenant)
-        idle = self._idle() if len(self._accounts) > self._keep else iter(())
-        for oldest in list(idle)[: len(self._accounts) - self._keep]:
-            del self._accounts[oldest]
-
-    def _idle(self) -> Iterator[TenantId]:
-        return (tenant for tenant, account in self._accounts.items() if account.idle)
+        if len(self._accounts) > self._keep:
+            idle = [one for one, its in self._accounts.items() if its.idle]
+            for oldest in idle[: max(0, len(idle) - self._keep)]:
+                del self._accounts[oldest]

@@ -219,8 +219,18 @@ def test_accounts_of_tenants_long_gone_are_forgotten() -> None:
         tenant = TenantId(f"t{i}")
         shares.waits(tenant, 1.0)
         shares.waits_no_more(tenant)
-    assert len(shares._accounts) == 10
+    assert len(shares._accounts) == 10 + 1  # idle ones, and one that is not
     assert shares.account(A).running == 1
     shares.correct(held, 7.0)
     shares.close(held)
     assert shares.account(A).served == 7.0
+    assert len(shares._accounts) == 10
+
+
+def test_those_who_are_busy_take_no_place_of_the_idle() -> None:
+    shares = Shares(keep=2)
+    for i in range(5):
+        shares.charge(TenantId(f"busy{i}"), 1.0, 100.0)
+    shares.close(shares.charge(A, 1.0, 300.0))
+    shares.waits(A, 1.0)
+    assert shares.account(A).served == 300.0  # what it had is remembered: at most its largest above the least
