@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -36,6 +38,45 @@ def holds(stack: Baton, folder: str, text: str) -> list[Path]:
     return found
 
 
+class Running:
+    """Streams of a tenant, two at any time: one that comes to its end, as on a slow machine, is followed by another."""
+
+    def __init__(self, client: openai.OpenAI, prompt: str) -> None:
+        self._client, self._prompt = client, prompt
+        self._over = threading.Event()
+        self.codes: list[str | None] = []
+        """Of the errors that ended streams."""
+        self.started = 0
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(2)]
+
+    def __enter__(self) -> Running:
+        for number, thread in enumerate(self._threads, 1):
+            thread.start()
+            until(lambda number=number: self.started >= number)  # type: ignore[misc]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.is_set():
+                with self._client.completions.create(
+                    model=MODEL, prompt=self._prompt, max_tokens=7000, stream=True
+                ) as stream:
+                    self._read(stream)
+        except openai.APIError as error:
+            self.codes.append(error.code)
+
+    def _read(self, stream: openai.Stream[Any]) -> None:
+        for number, _ in enumerate(stream):
+            self.started += number == 0
+            if self._over.is_set():
+                return
+
+
 def test_a_purge_leaves_nothing_of_a_tenant_and_a_receipt_says_so(fake_stack: Baton, tmp_path: Path) -> None:
     # Given a tenant with a stored response, a keyed answer, a file, and an answer under way
     marker, key = f"marker-{secrets.token_hex(8)}", new_key(fake_stack)
@@ -47,25 +88,22 @@ def test_a_purge_leaves_nothing_of_a_tenant_and_a_receipt_says_so(fake_stack: Ba
     body = {"model": MODEL, "prompt": f"{marker} is a line", "max_tokens": 2}
     line = {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": body}
     file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
-    stream = client.completions.create(model=MODEL, prompt=f"{marker} runs", max_tokens=7000, stream=True)
-    next(iter(stream))
     kept = (f"response-parts:{stored.id.removeprefix('resp_')[:20]}", f"file:{file.id}")
     until(lambda: all(holds(fake_stack, "redis", name) for name in kept))
     # When it is purged
-    done = fake_stack.run("purge", "--tenant", TENANT, "--reason", "left", "--wait", "60", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
+    with Running(client, f"{marker} runs") as running:
+        done = fake_stack.run("purge", "--tenant", TENANT, "--reason", "left", "--wait", "60", "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        # Then what ran ends with the error, which is no clean end
+        until(lambda: running.codes)
+    assert set(running.codes) == {"purged"}
     receipt = json.loads(done.stdout)["receipt"]
-    # Then what ran ends with the error, which is no clean end
-    with pytest.raises(openai.APIError) as ended:
-        for _ in stream:
-            pass
-    assert ended.value.code == "purged"
     # And every owner says what it took
     taken = {owner["owner"].rsplit("-", 1)[0]: owner.get("counts", {}) for owner in receipt["owners"]}
     assert (receipt["complete"], receipt["pending"], receipt["reason"]) == (True, [], "left")
     assert {"decode", "prefill", "gateway", "scheduler", "policy", "batch", "prefix-cache", "redis"} <= set(taken)
     assert taken["policy"] == {"keyed_answers": 1, "responses": 1}
-    assert taken["decode"]["requests"] == 1
+    assert taken["decode"]["requests"] >= 1
     # And nothing of it is found any more, by its own key or on disk
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(stored.id)
@@ -83,27 +121,23 @@ def test_a_purge_leaves_nothing_of_a_tenant_and_a_receipt_says_so(fake_stack: Ba
 
 
 def test_a_revoked_key_opens_nothing_at_once_and_a_removed_tenant_is_gone(fake_stack: Baton) -> None:
-    # Given two keys of a tenant, and an answer of each under way
+    # Given two keys of a tenant, and an answer under way
     keys = [new_key(fake_stack) for _ in range(2)]
     clients = [fake_stack.openai(key) for key in keys]
-    streams = [
-        client.completions.create(model=MODEL, prompt="runs", max_tokens=most, stream=True)
-        for client, most in zip(clients, (400, 7000), strict=True)
-    ]
-    for stream in streams:
-        next(iter(stream))
+    stream = clients[0].completions.create(model=MODEL, prompt="runs", max_tokens=800, stream=True)
+    next(iter(stream))
     # When one of them is revoked
     name = f"key-{hashlib.sha256(keys[0].encode()).hexdigest()[:8]}"
     assert fake_stack.run("keys", "revoke", TENANT, name).returncode == 0
     # Then it opens nothing any more, and what it had begun goes on to its end
     until(lambda: status(fake_stack, keys[0]) == 401)
     assert status(fake_stack, keys[1]) == 200
-    assert [chunk.choices[0].finish_reason for chunk in streams[0]][-1] == "length"
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
     # And when the tenant is removed, what runs of it ends too, and no key opens anything
-    assert fake_stack.run("purge", "--tenant", TENANT, "--remove", "--wait", "60").returncode == 0
-    with pytest.raises(openai.APIError):
-        for _ in streams[1]:
-            pass
+    with Running(clients[1], "runs") as running:
+        assert fake_stack.run("purge", "--tenant", TENANT, "--remove", "--wait", "60").returncode == 0
+        until(lambda: running.codes)
+    assert "purged" in running.codes
     until(lambda: status(fake_stack, keys[1]) == 401)
 
 
