@@ -195,6 +195,23 @@ async def test_a_prediction_changes_nothing_but_what_usage_tells_of_it(stacks: t
     await canary(on)
 
 
+async def test_no_more_guesses_are_accepted_than_the_answer_has_tokens(stacks: tuple[Stack, Stack]) -> None:
+    """However early a stop token stands in what was predicted in full."""
+    letters = {str(token): 100 for token in range(70, 90)}
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "logit_bias": letters, "ignore_eos": True}
+    text = (await chatted(stacks[0], **fields))["choices"][0]["message"]["content"]
+    prediction, most = {"type": "content", "content": text}, 0
+    for letter in sorted(set(text[1:]) - set(text[:1])):
+        body = await chatted(stacks[1], **fields, prediction=prediction, stop_token_ids=[ord(letter) + 3])
+        usage = body["usage"]
+        assert (body["choices"][0]["finish_reason"], usage["completion_tokens"]) == ("stop", text.index(letter) + 1)
+        accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+        assert accepted < usage["completion_tokens"], "the first token comes of the prompt"
+        most = max(most, accepted)
+    assert most > 1
+    await canary(stacks[1])
+
+
 async def chatted(stack: Stack, **fields: Any) -> dict[str, Any]:
     response = await send(stack, "chat/completions", chat(**fields))
     assert response.status_code == 200, response.text
