@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from services.policy.copies import Place
 from services.policy.purge_record import OwnerAck, PurgeRecord
 from shared.contracts.errors import NotFound
 from shared.contracts.ids import WorkerId
@@ -89,14 +90,16 @@ class PurgeStore:
         """Whether it was noted."""
         return bool(await self._redis.execute("EXISTS", f"{self._prefix}:has-batch"))
 
-    async def add_pools(self, workers: Sequence[WorkerId]) -> None:
-        """These workers have pools."""
-        now_s = await self._redis.now_s()
-        await self._redis.transaction([("HSETNX", self._pools, worker, now_s) for worker in workers])
+    async def add_pools(self, workers: Mapping[WorkerId, Place]) -> None:
+        """These workers have pools, there."""
+        await self._redis.transaction(
+            [("HSET", self._pools, worker, msgspec.json.encode(place)) for worker, place in workers.items()]
+        )
 
-    async def pools(self) -> list[WorkerId]:
-        """Workers whose pools are not known to be gone."""
-        return [WorkerId(name.decode()) for name in await self._redis.execute("HKEYS", self._pools)]
+    async def pools(self) -> dict[WorkerId, Place | None]:
+        """Workers whose pools are not known to be gone; None where it was not noted where they lie."""
+        found = _pairs(await self._redis.execute("HGETALL", self._pools))
+        return {WorkerId(name.decode()): _place_of(noted) for name, noted in found}
 
     async def forget_pools(self, workers: Sequence[WorkerId]) -> None:
         """The pools of these workers are gone."""
@@ -143,6 +146,11 @@ class PurgeStore:
 
     def _acks(self, purge_id: str) -> str:
         return f"{self._prefix}:purge-acks:{purge_id}"
+
+
+def _place_of(noted: bytes) -> Place | None:
+    found = msgspec.json.decode(noted, type=Place | float)  # a number: as it was noted at first
+    return found if isinstance(found, Place) else None
 
 
 def _pairs(found: Mapping[bytes, bytes] | Sequence[bytes]) -> list[tuple[bytes, bytes]]:

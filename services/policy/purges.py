@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from services.policy.admin import Admin
-from services.policy.copies import WORKER_SILENT_S, Copies
+from services.policy.copies import WORKER_SILENT_S, Copies, Place
 from services.policy.idempotency import IdempotencyRecords
 from services.policy.ingress_watch import IngressWatch
 from services.policy.purge_record import (
@@ -156,9 +156,8 @@ class Purges:
             if self._copies.is_heard(WorkerId(worker), self._clock()):
                 raise Conflict(f"{worker} was heard in the last {WORKER_SILENT_S:.0f} s: end it first", param="gone")
         for worker in workers:
-            self._copies.forget(WorkerId(worker))
             await self._admin.audit("pool_declared_gone", record.tenant, worker)
-            await self._pools_gone([WorkerId(worker)], "declared_gone")
+            await self._taken_for_lost(WorkerId(worker), "declared_gone")
         return await self.shown(purge_id)
 
     async def shown(self, purge_id: str = "") -> am.Purges:
@@ -190,7 +189,8 @@ class Purges:
         await self._keep_owners()
         ids = await self._store.open_ids()
         self._metrics.set(names.PURGES_PENDING, len(ids))
-        steps = [partial(self._tell_newcomers, ids), *(partial(self._go_on, purge_id) for purge_id in ids)]
+        looks = (partial(self._go_on, purge_id) for purge_id in ids)
+        steps = [partial(self._tell_newcomers, ids), self._end_lost_boots, *looks]
         failed: BatonError | None = None
         for step in steps:
             try:
@@ -229,6 +229,20 @@ class Purges:
         except BatonError:
             self._copies.newcomers = True
             raise
+
+    async def _end_lost_boots(self) -> None:
+        """A machine that was started anew has lost what lay in its memory."""
+        now = self._clock()
+        if now - self._started < WORKER_SILENT_S:
+            return
+        for worker in self._copies.lost_with_their_boot(await self._store.pools(), now):
+            log.warning("the pool of %s is gone: its machine was started anew", worker)
+            await self._taken_for_lost(worker, "machine_restarted")
+
+    async def _taken_for_lost(self, worker: WorkerId, how: str) -> None:
+        """It counts again if it beats all the same."""
+        self._copies.forget(worker)
+        await self._pools_gone([worker], how)
 
     async def _publish(self, record: PurgeRecord, pause_s: float = FIRST_AGAIN_S) -> None:
         self._again[record.purge_id] = (self._clock() + pause_s, min(MOST_AGAIN_S, 2 * pause_s))
@@ -325,14 +339,15 @@ class Purges:
                     await self._acked(purge_id, worker, {how: 1})
 
     def _on_worker_beat(self, delivery: Delivery) -> None:
-        self._copies.worker_beat(delivery.message.worker, self._clock())
+        beat: m.WorkerBeat = delivery.message
+        self._copies.worker_beat(beat.worker, Place(beat.host, beat.boot_id), self._clock())
 
     def _on_scheduler_beat(self, delivery: Delivery) -> None:
         self._copies.scheduler_beat(delivery.message.scheduler_id, self._clock())
 
     async def _keep_owners(self) -> None:
         """Who outlives its process must be known for longer than beats come."""
-        if workers := self._copies.new_workers:
+        if workers := dict(self._copies.new_workers):
             await self._store.add_pools(workers)
             self._copies.kept(workers)
         ingresses = self._watch.may_live(self._clock())

@@ -250,9 +250,15 @@ async def test_a_purge_reaches_every_copy_of_index_and_workers(redis: RedisStore
         await until(lambda: policy.audit.count("purge_ordered") == policy.audit.count("purge_completed") == 3)
 
 
-def beat_of(worker: str) -> m.WorkerBeat:
+def beat_of(worker: str, host: str = "h", boot_id: str = "b") -> m.WorkerBeat:
     return m.WorkerBeat(
-        worker=WorkerId(worker), role="decode", pool="p", incarnation=Incarnation(1), boot_id="b", host="h", number=1
+        worker=WorkerId(worker),
+        role="decode",
+        pool="p",
+        incarnation=Incarnation(1),
+        boot_id=boot_id,
+        host=host,
+        number=1,
     )
 
 
@@ -472,6 +478,40 @@ async def test_a_worker_that_lives_cannot_be_declared_gone_and_one_that_comes_ba
         assert "decode-1" in (await policy.order(OTHER)).pending
 
 
+async def test_what_lay_in_the_memory_of_a_machine_is_gone_when_it_was_started_anew(redis: RedisStore) -> None:
+    broker, prefix = MemoryBroker(), f"test-{secrets.token_hex(4)}"
+    async with policy_bus(broker, "decode") as bus:
+
+        async def beat(policy: Policy, *beats: m.WorkerBeat) -> None:
+            for one in beats:
+                await bus.publish(subjects.worker_beat(one.worker), one)
+            now = policy.clock()
+            await until(lambda: all(policy.purges._copies.is_heard(one.worker, now) for one in beats))
+
+        async with policy_on(broker, redis, prefix=prefix) as policy:
+            await redis.execute("HSET", f"{prefix}:pools", "decode-noted-at-first", 1.5)
+            await beat(policy, beat_of("decode-1"), beat_of("decode-other", host="other"))
+            ordered = await policy.order(ACME)
+        # When policy and that machine come back, and another of the same name lives on
+        async with policy_on(broker, redis, prefix=prefix) as policy:
+            new = (beat_of("decode-2", boot_id="b2"), beat_of("decode-3"))
+            policy.clock.late_s += WORKER_SILENT_S
+            await beat(policy, *new)
+            pending = (await policy.receipt(ordered.purge_id)).pending
+            assert {"decode-1", "decode-other", "decode-noted-at-first"} <= set(pending)
+            # then nothing is said of a pool until only the new boot is heard
+            policy.clock.late_s += WORKER_SILENT_S
+            await beat(policy, *new[:1])
+            receipt = await policy.receipt(ordered.purge_id)
+            assert {"decode-other", "decode-noted-at-first"} <= set(receipt.pending)
+            assert counts_of(receipt, "decode-1") == {"machine_restarted": 1}
+            # and later purges wait for neither, but for who beats all the same
+            assert not {"decode-1", "decode-3"} & set((await policy.order(OTHER)).pending)
+            await bus.publish(subjects.worker_beat(new[1].worker), new[1])
+            await until(lambda: policy.purges._copies.newcomers)
+            assert "decode-3" in (await policy.order(OTHER)).pending
+
+
 async def test_an_ingress_is_waited_for_as_long_as_its_lease_and_told_when_it_is_back(redis: RedisStore) -> None:
     broker, watch = MemoryBroker(), IngressWatch()
     gateway = IngressId("gateway-1")
@@ -557,6 +597,8 @@ async def test_a_purge_takes_what_policy_keeps_of_a_tenant(redis: RedisStore) ->
             await until(lambda: gateway.service.ingress.sessions)
             before = await kept_of(redis, prefix, "tenant-b")
             assert before > {"once-parts", "response-parts", "response-input"}
+            copies, clock = policy.purges._copies, policy.clock
+            await until(lambda: copies.leaders(clock()) and copies.is_heard(WorkerId(STAND_INS[0]), clock()))
             # When one of them is purged
             ordered = await policy.order(TenantId("tenant-a"))
             receipt = await policy.complete(ordered.purge_id, but=STAND_INS)
