@@ -71,6 +71,7 @@ class ScopeKeys:
         self._random_bytes = random_bytes
         self._prefix = prefix
         self._cache: OrderedDict[tuple[TenantId, str], bytes] = OrderedDict()
+        self._forgotten: dict[TenantId, int] = {}  # how often; what was read before is not cached behind it
 
     async def key(self, tenant: TenantId, scope_id: str, generation: ScopeGeneration) -> bytes:
         """The key of a scope of this generation, made now if there is none; replicas that make one at the same time end
@@ -79,6 +80,7 @@ class ScopeKeys:
         if cached is not None:
             self._cache.move_to_end((tenant, scope_id))
             return cached
+        forgotten = self._forgotten.get(tenant)
         name = self._keys_of(tenant)
         found = await self._redis.execute("HGET", name, scope_id)
         if found is None:
@@ -89,13 +91,15 @@ class ScopeKeys:
                 raise Forbidden("the scope of this grant has ended", code="scope_ended")
         stored = msgspec.msgpack.decode(found, type=StoredKey)
         key = self._sealer.unseal(tenant, _place(scope_id, stored.version), stored.sealed)
-        self._cache[tenant, scope_id] = key
+        if self._forgotten.get(tenant) == forgotten:
+            self._cache[tenant, scope_id] = key
         if len(self._cache) > CACHED_KEYS:
             self._cache.popitem(last=False)
         return key
 
     def forget(self, tenant: TenantId) -> None:
         """Drop a tenant's keys from memory; those still in use are read again."""
+        self._forgotten[tenant] = self._forgotten.get(tenant, 0) + 1
         for name in [name for name in self._cache if name[0] == tenant]:
             del self._cache[name]
 
@@ -113,6 +117,7 @@ class ScopeKeys:
         ]
         if over:
             await self._redis.execute("HDEL", name, *over)
+        self.forget(tenant)  # what was read and cached meanwhile
         return over
 
     async def generations(self) -> dict[TenantId, ScopeGeneration]:

@@ -22,7 +22,7 @@ from shared.bus.memory_bus import MemoryBroker, MemoryBus
 from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.attempt import Attempt
-from shared.contracts.errors import Unavailable, from_wire
+from shared.contracts.errors import Forbidden, Unavailable, from_wire
 from shared.contracts.grants import Grant, Scope, SignedGrant
 from shared.contracts.ids import (
     BlockGeneration,
@@ -405,6 +405,30 @@ async def test_replicas_that_meet_a_scope_at_once_agree_on_its_key(world: World)
     replicas = [ScopeKeys(world.redis, Sealer(MASTER), secrets.token_bytes, world.prefix) for _ in range(8)]
     keys = await asyncio.gather(*(replica.key(TenantId("a"), "scope", ScopeGeneration(1)) for replica in replicas))
     assert len(set(keys)) == 1
+
+
+@pytest.mark.parametrize("behind", ["HGET", "HGETALL"])
+async def test_a_key_that_is_read_while_its_scope_is_destroyed_stays_in_no_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    tenant, old, new = TenantId("a"), ScopeGeneration(1), ScopeGeneration(2)
+    keys = ScopeKeys(world.redis, Sealer(MASTER), secrets.token_bytes, world.prefix)
+    await keys.key(tenant, "scope", old)
+    keys.forget(tenant)
+    execute = world.redis.execute
+
+    async def meet(command: str, *arguments: Any) -> Any:
+        found = await execute(command, *arguments)
+        if command == behind:
+            monkeypatch.setattr(world.redis, "execute", execute)
+            await (keys.destroy(tenant, new) if command == "HGET" else keys.key(tenant, "scope", old))
+        return found
+
+    monkeypatch.setattr(world.redis, "execute", meet)
+    await (keys.key(tenant, "scope", old) if behind == "HGET" else keys.destroy(tenant, new))
+    assert keys._cache == {}
+    with pytest.raises(Forbidden):
+        await keys.key(tenant, "scope", old)
 
 
 async def test_keys_are_never_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
