@@ -1,8 +1,9 @@
 """Which cached block is given up when none is free. Pure bookkeeping of block ids; a `GroupPool` owns one.
 
-Whose: the tenant's that holds most blocks of the pool, in use or cached. Whoever floods the pool pushes out his own,
-and what a tenant holds within an equal share is out of others' reach, hot or not: they can neither slow him down by it
-nor learn from it what he asks.
+Whose: of the tenants that have cached blocks, the one's that holds most of the pool, in use or cached. Whoever floods
+the pool pushes out his own, and as long as the largest holder has cached blocks, what a tenant holds within an equal
+share is out of others' reach, hot or not: they can neither slow him down by it nor learn from it what he asks. When all
+that the largest holds is in use, cached blocks of others go, before a request has to wait.
 
 Which of his: of the lowest level, the one used longest ago. A chain is given back tail first and used from its
 beginning, so a block is never above its parent in any of this: leaves go first, and no block is kept that cannot be

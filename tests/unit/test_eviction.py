@@ -206,3 +206,17 @@ def test_a_simulated_pool_that_holds_everything_finds_everything_that_comes_agai
         with pytest.raises(SystemExit):
             simulator.main([str(trace)])
         assert "line 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_others_within_their_share_are_spared_as_long_as_the_largest_holder_has_cached_blocks(policy: Eviction) -> None:
+    pool = GroupPool(12, 1, policy)
+    ask(pool, (1, 2, 3), B)
+    ask(pool, (7, 8, 9), A)
+    pool.allocate(6, A)
+    pool.allocate(3, A)  # A's own three go
+    assert pool._cached.held() == {A[0]: 9, B[0]: 3}
+    # and when all that A holds is in use, B's
+    pool.allocate(2, A)
+    assert pool._cached.held() == {A[0]: 11, B[0]: 1}
+    pool.check()
