@@ -53,5 +53,5 @@ def read_gauges(sequences: Collection[Sequence], pool: BlockPool, room: BlockRoo
         drafts=speculation.drafts,
         drafted=speculation.drafted,
         accepted=speculation.accepted,
-        rooms=tuple(room.room_of(rank) for rank in range(len(CLASSES))),
+        rooms=room.rooms,
     )

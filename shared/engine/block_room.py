@@ -103,10 +103,11 @@ class BlockRoom:
         if self._precedence.free_places < 1:
             self._make_way(Need(spec.rank, 1, tuple([] for _ in nothing), nothing))
 
-    def room_of(self, rank: int) -> ClassRoom:
-        """What a newcomer of a class can have."""
+    @property
+    def rooms(self) -> tuple[ClassRoom, ...]:
+        """What a newcomer can have, one for each of CLASSES."""
         waiting = [(seq.spec.rank, seq.passed_over) for seq in self._homeless()]
-        return self._precedence.room_of(rank, may_enter(rank, waiting))
+        return self._precedence.rooms([may_enter(rank, waiting) for rank in range(len(CLASSES))])
 
     def _make_way(self, need: Need) -> bool:
         """Whether somebody gave way; raises as `_way`."""
@@ -126,7 +127,7 @@ class BlockRoom:
         way = self._precedence.way(need) if takes else None
         if way is not None:
             return way
-        if self._precedence.room_of(need.rank, True).sequences < need.places:
+        if self._precedence.places_of(need.rank) < need.places:
             raise NoSlot(f"{self._most} sequences are live")
         there = tuple(counts.available for counts in self._pool.counts)
         raise NoBlocks(f"{need.blocks} blocks needed, {there} available, {watermark} of them for others to grow into")

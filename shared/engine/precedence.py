@@ -65,25 +65,47 @@ class Precedence:
         """True when a lower class has something that can be taken."""
         return any(seq.spec.rank > rank and _gives_way(seq) for seq in self._sequences.values())
 
-    def room_of(self, rank: int, entered: bool) -> ClassRoom:
-        """What a newcomer of a class can have, lower classes' included.
+    def places_of(self, rank: int) -> int:
+        """Places that a newcomer of a class can have, lower classes' included."""
+        return max(0, self.free_places + sum(seq.has_place for seq in self._giving_way(rank)))
+
+    def rooms(self, entered: Seq[bool]) -> tuple[ClassRoom, ...]:
+        """What a newcomer of each class can have, lower classes' included. Every table is read once.
 
         Args:
-            entered: False when others wait for room before it: it can have nothing.
+            entered: by rank; False when others wait for room before it: it can have nothing.
         """
-        if not entered:
-            return ClassRoom(0, (0,) * len(self._pool.groups))
-        taken = self._giving_way(rank)
-        going = self._going() if taken else []
-        places = self.free_places + sum(seq.has_place for seq in taken)
-        grows = self._watermark([*going, *taken])
-        freed = self._freed([*going, *taken], ((),) * len(self._pool.groups))
-        counts = self._pool.counts
-        cleaning = [group.num_cleaning if taken else 0 for group in self._pool.groups]
-        blocks = tuple(
-            max(0, c.available + more + zeroed - grows) for c, more, zeroed in zip(counts, freed, cleaning, strict=True)
+        nothing = ClassRoom(0, (0,) * len(self._pool.groups))
+        taken = [self._giving_way(rank) if may else [] for rank, may in enumerate(entered)]
+        freed = self._freed_for(taken)
+        return tuple(
+            self._room(lower, more) if may else nothing for may, lower, more in zip(entered, taken, freed, strict=True)
         )
-        return ClassRoom(max(0, places), blocks)
+
+    def _room(self, taken: Seq[Sequence], freed: Iterable[int]) -> ClassRoom:
+        grows = self._watermark([*self._going(), *taken] if taken else [])
+        there = [c.available + more - grows for c, more in zip(self._pool.counts, freed, strict=True)]
+        if taken:
+            there = [blocks + group.num_cleaning for blocks, group in zip(there, self._pool.groups, strict=True)]
+        places = self.free_places + sum(seq.has_place for seq in taken)
+        return ClassRoom(max(0, places), tuple(max(0, blocks) for blocks in there))
+
+    def _freed_for(self, taken: Seq[Seq[Sequence]]) -> list[tuple[int, ...]]:
+        """Blocks per layer group that come back with those taken for each class, who go anyway included; 0 where
+        nobody is taken. A class takes all that the one below it takes."""
+        stages: list[list[Sequence]] = []
+        counted: set[str] = set()
+        for lower in reversed(taken):
+            leaving = _once((*self._going(), *lower)) if lower else {}
+            stages.append([seq for seq_id, seq in leaving.items() if seq_id not in counted])
+            counted |= leaving.keys()
+        by_group = [
+            group.freed_in_turn([seq.tables[number].block_ids for seq in stage] for stage in stages)
+            for number, group in enumerate(self._pool.groups)
+        ]
+        totals = list(zip(*by_group, strict=True))[::-1]
+        nothing = (0,) * len(self._pool.groups)
+        return [total if lower else nothing for lower, total in zip(taken, totals, strict=True)]
 
     def _going(self) -> list[Sequence]:
         """Those whose blocks come back when the steps in flight have ended."""
@@ -103,7 +125,7 @@ class Precedence:
         return True
 
     def _freed(self, leaving: Iterable[Sequence], kept: Iterable[Iterable[int]]) -> tuple[int, ...]:
-        tables = [seq.tables for seq in leaving]
+        tables = [seq.tables for seq in _once(leaving).values()]
         return tuple(
             group.freed_by([table[number].block_ids for table in tables], frozenset(keep))
             for number, (group, keep) in enumerate(zip(self._pool.groups, kept, strict=True))
@@ -113,6 +135,11 @@ class Precedence:
         """Blocks to keep for those who stay to grow into; see `BlockRoom`."""
         gone = {seq.spec.seq_id for seq in leaving}
         return sum(seq.may_grow for seq in self._sequences.values() if seq.spec.seq_id not in gone)
+
+
+def _once(sequences: Iterable[Sequence]) -> dict[str, Sequence]:
+    """By id: one whose last step is in flight goes by itself, and can still be told to."""
+    return {seq.spec.seq_id: seq for seq in sequences}
 
 
 def _gives_way(seq: Sequence) -> bool:

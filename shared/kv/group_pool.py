@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from shared.contracts.ids import BlockGeneration, BlockTag, ScopeGeneration, TenantId
 from shared.kv.eviction import CachedBlocks, Eviction
@@ -149,6 +150,19 @@ class GroupPool:
             for block_id, count in named.items()
             for block in (self._blocks[block_id],)
         )
+
+    def freed_in_turn(self, stages: Iterable[Iterable[Sequence[int]]]) -> list[int]:
+        """What `freed_by` says of the tables of the first stage, of those of the first two, and so on."""
+        blocks, freed, total = self._blocks, [], 0
+        named: dict[int, int] = {}
+        for tables in stages:
+            more = dict(Counter(chain.from_iterable(tables)))
+            for block_id in named.keys() & more.keys():
+                more[block_id] += named[block_id]
+            total += sum([b.refcount == n and not b.condemned for i, n in more.items() for b in (blocks[i],)])
+            freed.append(total)
+            named.update(more)
+        return freed
 
     def share(self, block_ids: Iterable[int], keeping: Keeping | None = None) -> None:
         """Add a reference to full blocks that are tagged or held. A shared block is never written.

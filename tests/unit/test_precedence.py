@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from shared.contracts.grants import CLASSES
@@ -9,6 +11,7 @@ from shared.engine.batcher import Batcher
 from shared.engine.block_room import NoBlocks, NoSlot
 from shared.engine.preemption import PASSES
 from shared.engine.sequence_update import SequenceUpdate
+from shared.kv.block_pool import GroupPool
 from tests.unit.batcher_support import fifty, make_batcher, make_spec, output_of, run_dry, shape, step, used
 
 
@@ -238,3 +241,34 @@ def test_higher_ones_get_every_place_that_lower_ones_hold() -> None:
         batcher.check()
     assert batcher.gauges().preempted == places
     assert len([update for update in run_dry(batcher, steady) if update.finish]) == 2 * places
+
+
+def test_one_whose_last_step_is_in_flight_counts_once() -> None:
+    """It goes by itself, and has a place that could be taken."""
+    batcher = make_batcher(num_blocks=12, depth=1, max_num_seqs=2, token_budget=64)
+    batcher.reserve(make_spec("low", prompt=36, max_tokens=1, klass="batch"))
+    flying = batcher.plan()
+    assert flying is not None
+    assert batcher.gauges().rooms[0].blocks == (12,)
+    assert batcher.reserve(make_spec("high", prompt=36, max_tokens=2)).arriving
+    batcher.commit(output_of(flying, fifty))
+    assert [update.seq_id for update in run_dry(batcher) if update.finish][-1] == "high"
+
+
+def test_what_each_class_can_have_is_read_from_every_table_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    batcher = make_batcher(num_blocks=64, max_num_seqs=4)
+    for i, klass in enumerate(("batch", "batch", "analysis", "interactive")):
+        batcher.reserve(make_spec(f"s{i}", prompt=4 * (i + 1), max_tokens=8, klass=klass))
+    step(batcher)
+    read: list[int] = []
+
+    def freed_in_turn(group: GroupPool, stages: Iterable[Iterable[Iterable[int]]]) -> list[int]:
+        held = [[list(table) for table in tables] for tables in stages]
+        read.extend(block for tables in held for table in tables for block in table)
+        return [group.freed_by([table for tables in held[: i + 1] for table in tables]) for i in range(len(held))]
+
+    rooms = batcher.gauges().rooms
+    monkeypatch.setattr(GroupPool, "freed_in_turn", freed_in_turn)
+    assert batcher.gauges().rooms == rooms
+    assert read
+    assert len(read) == len(set(read))
