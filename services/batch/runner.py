@@ -57,12 +57,14 @@ class BatchRunner:
         config: RunnerConfig,
         owner: str,
         clock: Callable[[], float] = time.time,
+        hear: Callable[[TenantId], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
         self._models = models
         self._config = config
         self._owner = owner
         self._clock = clock
+        self._hear = hear
         self._enqueuer = Enqueuer(store, bus, config, clock)
         self._driven: dict[JobKey, asyncio.Task[None]] = {}
         self._news: dict[JobKey, asyncio.Event] = {}
@@ -129,6 +131,8 @@ class BatchRunner:
         for tenant in await store.files.due(tenants, now_s):
             await store.files.sweep(tenant, now_s)
         for tenant in await store.queue.used_by(tenants):
+            if self._hear is not None:
+                await self._hear(tenant)
             keep_s = kept_s(self._config.queue_keep_s, await store.queue.retention_s(tenant))
             while await store.queue.trim(tenant, now_s - keep_s) == TRIM:
                 pass

@@ -17,7 +17,7 @@ from services.batch.records import QUEUE_BATCH, ItemResult
 from services.batch.runner import BatchRunner
 from services.batch.runner_config import RunnerConfig
 from services.batch.store import BatchStore
-from services.batch.tenant_terms import TokenLimits
+from services.batch.tenant_terms import RetentionNews, TokenLimits
 from shared.bus.bus import Bus, Subscription
 from shared.contracts import subjects
 from shared.contracts.batch_messages import BatchItem, BatchRequest, FileRequest
@@ -63,13 +63,16 @@ class BatchService:
         self._desks: list[Subscription] = []
         self._purges = PurgeOrders(bus, SERVICE, SERVICE, self._purge)
         self.ingress = Ingress(bus, config.ingress, telemetry, models, metrics=metrics)
-        self.runner = BatchRunner(store, bus, models, config.runner, config.ingress.ingress_id)
+        limits = TokenLimits(self.ingress, on_retention=store.queue.note_retention)
+        self.runner = BatchRunner(
+            store, bus, models, config.runner, config.ingress.ingress_id, hear=RetentionNews(limits, models).hear
+        )
         self.executor = Executor(bus, store, self.ingress, max_running=config.max_running, on_result=self._on_result)
         self._intake = Intake(
             bus,
             store,
             models,
-            TokenLimits(self.ingress, on_retention=store.queue.note_retention).of,
+            limits.of,
             config.queue_tenants,
             max_lines=config.max_queued_lines,
         )

@@ -7,13 +7,18 @@ import time
 from collections.abc import Awaitable, Callable
 
 from shared.contracts import subjects
+from shared.contracts.errors import BatonError, Unavailable
 from shared.contracts.grants import Grant
 from shared.contracts.ids import RequestId, TenantId
 from shared.contracts.message import decode
 from shared.contracts.messages import AdmitTenant, Granted, Identity, Refusal
 from shared.ingress.ingress import Ingress
+from shared.ingress.served_models import ServedModels
 
 KEPT_S = 5.0
+RETENTION_EVERY_S = 600.0
+AWAY_S = 30.0
+"""Policy did not answer: it is not asked of one tenant after the other for so long."""
 
 
 async def tenant_terms(
@@ -68,3 +73,34 @@ class TokenLimits:
                 await self._on_retention(tenant, terms.retention_s)
             self._known[tenant] = (now, limit)
         return limit
+
+
+class RetentionNews:
+    """Asks policy for the retention of tenants that send no lines, so that a changed one holds for results there are.
+
+    Args:
+        limits: tells whoever keeps retentions what policy says.
+    """
+
+    def __init__(self, limits: TokenLimits, models: ServedModels, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._models = models
+        self._clock = clock
+        self._asked: dict[TenantId, float] = {}
+        self._quiet_until = -AWAY_S
+
+    async def hear(self, tenant: TenantId) -> None:
+        """Ask, unless it was within RETENTION_EVERY_S. A policy that is away or refuses leaves all as it is."""
+        now = self._clock()
+        if now < self._quiet_until or now - self._asked.get(tenant, -RETENTION_EVERY_S) < RETENTION_EVERY_S:
+            return
+        for model in self._models.names:  # the first ones may not be the tenant's
+            try:
+                await self._limits.of(tenant, model)
+                break
+            except Unavailable:
+                self._quiet_until = now + AWAY_S
+                return
+            except BatonError:
+                continue
+        self._asked[tenant] = now

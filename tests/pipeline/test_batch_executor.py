@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from services.batch import executor as executor_module
 from services.batch.item_rules import request_id_of
 from services.batch.records import Put
-from services.batch.tenant_terms import KEPT_S, TokenLimits
+from services.batch.tenant_terms import KEPT_S, RETENTION_EVERY_S, RetentionNews, TokenLimits
 from shared.bus.memory_bus import MemoryBroker
 from shared.contracts.attempt import Attempt
 from shared.contracts.batch_messages import BatchItem
@@ -22,6 +23,7 @@ from shared.contracts.grants import Limits, SignedGrant
 from shared.contracts.ids import Epoch
 from shared.contracts.message import encode
 from shared.contracts.messages import AdmitTenant, Settle
+from tests.pipeline import gateway_support
 from tests.pipeline.batch_support import ANN, BOB, answer
 from tests.pipeline.executor_support import chat_body, executor_world
 from tests.pipeline.gateway_support import CONTEXT, Backend
@@ -125,6 +127,26 @@ async def test_a_tenants_limit_of_waiting_tokens_is_policys_word_for_a_moment(re
         now += KEPT_S
         with pytest.raises(UnknownModel):
             await limits.of(ANN, "huge")
+
+
+async def test_policy_is_asked_for_retentions_now_and_then(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, grant = 100.0, gateway_support.Grant
+    async with executor_world(redis_server, backend()) as world, world.executor() as executor:
+        queue = world.store.queue
+        limits = TokenLimits(executor._ingress, lambda: now, on_retention=queue.note_retention)
+        news = RetentionNews(limits, executor._ingress.models, lambda: now)
+        for retention_s, heard, later_s in ((3600, 3600, 1.0), (60, 3600, RETENTION_EVERY_S), (60, 60, 0.0)):
+            monkeypatch.setattr(gateway_support, "Grant", partial(grant, retention_s=retention_s))
+            await news.hear(ANN)
+            assert await queue.retention_s(ANN) == heard
+            now += later_s
+        # what it refuses leaves all as it is
+        world.backend.policy_refuses = UnknownModel("no such model", param="model")
+        now += RETENTION_EVERY_S
+        await news.hear(ANN)
+        assert await queue.retention_s(ANN) == 60
 
 
 async def test_items_that_cannot_run_get_their_error_and_cost_nothing(redis_server: RedisServer) -> None:

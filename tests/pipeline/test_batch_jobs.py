@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,13 +17,14 @@ from services.batch.files import FileDesk
 from services.batch.item_queue import ITEM_STREAM, durable_of
 from services.batch.jobs import JobDesk
 from services.batch.records import QUEUE_BATCH, FileMeta, ItemResult, Job
+from services.batch.runner import BatchRunner
 from services.batch.runner_config import RunnerConfig
 from shared.bus.bus import Delivery
 from shared.contracts import batch_messages as b
 from shared.contracts import subjects
 from shared.contracts.batch_messages import FILE_CHUNK_BYTES, BatchItem
 from shared.contracts.errors import BodyTooLarge, Conflict, InvalidInput, NotFound
-from shared.contracts.ids import BatchId, FileId
+from shared.contracts.ids import BatchId, FileId, TenantId
 from shared.security import keeping
 from tests.pipeline.batch_support import (
     ANN,
@@ -248,6 +250,26 @@ async def test_results_of_the_queue_end_with_their_tenants_retention(
     async with world.runner(sweep_s=0.05):
         await eventually(gone)
     assert len((await queue.results(BOB, "", 10))[0]) == 1
+
+
+async def test_a_lowered_retention_ends_results_of_a_tenant_that_sends_no_more_lines(
+    world: BatchWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "LEAST_S", 0)
+    queue = world.store.queue
+    slot = await queue.slot(ANN, "1-1", "c", 1)
+    await world.store.items.put_result(ANN, QUEUE_BATCH, slot.number, answer(1), epoch=0)
+    await queue.note_retention(ANN, 3600)
+
+    async def hear(tenant: TenantId) -> None:
+        await queue.note_retention(tenant, 0)
+
+    async def gone() -> bool:
+        return (await queue.results(ANN, "", 10))[0] == []
+
+    config = replace(world.config, sweep_s=0.05)
+    async with BatchRunner(world.store, world.bus, world.models, config, "p1", hear=hear):
+        await eventually(gone)
 
 
 # ---------------------------------------------------------------------------------------------- crashes
