@@ -43,6 +43,10 @@ class PromptLookup:
         self._last: dict[int, int] = {}  # tokens of a run → position of its last one
         self._before: list[int] = []  # per position where the same run ended before; -1: nowhere
 
+    def num_unread(self, num_tokens: int) -> int:
+        """Tokens that `read` has still to take in of a text of so many, and of the prediction before it."""
+        return len(self._prediction) + num_tokens - len(self._text)
+
     def read(self, tokens: Sequence[int], most: int) -> bool:
         """Take in what `tokens`, the text from its beginning, has beyond what was read before, at most so many tokens.
 
@@ -60,7 +64,7 @@ class PromptLookup:
             last[key] = position
         self._key = key
         self._text.extend(more)
-        return len(self._text) == predicted + len(tokens)
+        return not self.num_unread(len(tokens))
 
     def find(self, most: int, num_output: int = GRAM) -> Found | None:
         """What followed the last tokens where the longest match ends, at most so many; of equals the latest place.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from shared.contracts.tokens import unpack_tokens
 from shared.engine.draft_costs import DraftCosts
@@ -20,7 +21,8 @@ from shared.engine.step_plan import StepOutput, StepPlan
 from shared.engine.step_time import StepTimeModel, context_of
 
 READ_AT_ONCE = 2048
-"""Tokens of a text that are indexed between two steps, about a millisecond; a longer one is complete a few later."""
+"""Tokens of all texts together that are indexed between two steps, about a millisecond. Those that lack least come
+first, so that a long text costs others no drafts; it is complete some steps later."""
 
 Drafts = dict[str, tuple[int, ...]]
 """Per sequence the tokens drafted behind its last one."""
@@ -71,6 +73,7 @@ class Speculation:
         hopeful = [seq for seq in decodes if self._hopes(seq) and not seq.num_placeholders] if self._most else []
         if not self._pays(model, decodes, hopeful):
             return {}
+        self._read(hopeful)
         found = [(seq, draft) for seq in hopeful if (draft := self._found(seq)) is not None]
         wants = [_want(seq, self._writer(seq).record.chance(d.match), len(d.token_ids)) for seq, d in found]
         lengths = self._lengths(model, wants, decodes, most)
@@ -133,9 +136,18 @@ class Speculation:
         context = sum(seq.num_computed_tokens + 1 for seq in decodes)
         return draft_lengths(model, wants, len(decodes), context, most, self._costs.dearer)
 
+    def _read(self, seqs: Seq[Sequence]) -> None:
+        """Take in what their texts have grown by, READ_AT_ONCE tokens at most."""
+        left = READ_AT_ONCE
+        unread = [(self._writer(seq).lookup.num_unread(len(seq.tokens)), seq) for seq in seqs]
+        for count, seq in sorted(unread, key=itemgetter(0)):
+            if count and left:
+                self._writer(seq).lookup.read(seq.tokens, left)
+                left -= min(count, left)
+
     def _found(self, seq: Sequence) -> Found | None:
         writer, at = self._writer(seq), len(seq.tokens)
-        if not writer.lookup.read(seq.tokens, READ_AT_ONCE):
+        if writer.lookup.num_unread(at):
             return None
         found = writer.lookup.find(min(self._most, seq.most_drafts), seq.num_output_tokens)
         if found is None:

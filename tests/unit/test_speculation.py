@@ -17,11 +17,12 @@ from shared.contracts.errors import SettingsError
 from shared.contracts.ids import WorkerId
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import pack_tokens
-from shared.engine import draft_length, worker_engine
+from shared.engine import draft_length, speculation, worker_engine
 from shared.engine.batcher import Batcher
 from shared.engine.draft_costs import DraftCosts
 from shared.engine.draft_length import MARGIN, OVERHEAD_S, Draftable, draft_lengths
 from shared.engine.draft_record import FIRST_CHANCES, LONG_MATCH, DraftRecord
+from shared.engine.prompt_lookup import PromptLookup
 from shared.engine.sequence_update import SequenceUpdate
 from shared.engine.step_plan import ScheduledSequence, StepOutput, StepPlan, require_fit
 from shared.engine.step_time import StepTimeModel
@@ -187,6 +188,38 @@ def test_what_lies_behind_an_end_is_no_accepted_guess(ends_at: int, cut: bool) -
     assert totals.predicted_right_tokens == sum(position <= ends_at for position in guessed)
     assert gauges.accepted == totals.accepted_tokens >= totals.predicted_right_tokens
     assert cut or totals.accepted_tokens == totals.predicted_right_tokens
+
+
+def test_texts_are_read_within_one_budget_and_the_short_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four long texts that come at once, and a short one behind them: no plan reads more than it may, and the short one
+    guesses as if it were alone."""
+    monkeypatch.setattr(speculation, "READ_AT_ONCE", 20)
+    taken, whole = list[int](), PromptLookup.read
+
+    def read(lookup: PromptLookup, tokens: list[int], most: int) -> bool:
+        before = lookup.num_unread(len(tokens))
+        done = whole(lookup, tokens, most)
+        taken[-1] += before - lookup.num_unread(len(tokens))
+        return done
+
+    monkeypatch.setattr(PromptLookup, "read", read)
+    batcher = make(token_budget=500, num_blocks=400)
+    for name in "abcd":
+        batcher.reserve(make_spec(name, 100, 60))
+    batcher.reserve(make_spec("short", 5, 60))
+    first = dict[str, int]()
+    for number in itertools.count():
+        taken.append(0)
+        plan = batcher.plan()
+        if plan is None:
+            break
+        for row in plan.sequences:
+            if row.drafted:
+                first.setdefault(row.seq_id, number)
+        batcher.commit(output_of(plan, cycle))
+    assert max(taken) <= 20
+    assert set(first) == {"a", "b", "c", "d", "short"}
+    assert first["short"] == min(first.values())
 
 
 def test_no_block_is_told_of_before_its_tokens_are_drawn() -> None:
