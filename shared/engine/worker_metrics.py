@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shared.contracts.errors import BatonError, Cancelled, ContextExceeded, Forbidden, from_wire
+from shared.contracts.errors import BatonError, Cancelled, Forbidden, from_wire
 from shared.contracts.messages import Refusal
 from shared.engine.batcher_gauges import Gauges
 from shared.engine.step_time import StepObservation
@@ -19,7 +19,8 @@ from shared.telemetry.process_metrics import build_info
 
 STEPS_TOGETHER = 32
 _REASONS = {
-    "NeverFits": "never_fits",
+    "context_length_exceeded": "never_fits",
+    "NeverFits": "never_fits",  # of a prefill worker: its refusal ends no request
     "NoBlocks": "no_blocks",
     "NoSlot": "no_slot",
     "overloaded": "draining",
@@ -112,10 +113,4 @@ def refusal_reason(error: BatonError) -> str:
         return _REASONS[error.code]
     if isinstance(error, Forbidden):
         return "grant"
-    return (
-        "cancelled"
-        if isinstance(error, Cancelled)
-        else "never_fits"
-        if isinstance(error, ContextExceeded)
-        else "invalid"
-    )
+    return "cancelled" if isinstance(error, Cancelled) else "invalid"

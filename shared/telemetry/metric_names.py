@@ -296,6 +296,7 @@ PLACEMENTS = Metric(
             "running",
             "adopted",
             "no_prefill_worker",
+            "no_kv_path",
             "prefill_lost",
             "prefill_refused",
             "prefill_timeout",
@@ -323,8 +324,8 @@ QUEUE_REFUSALS = Metric(
     {
         **MODEL,
         "reason": (
-            *("queue_full", "slo", "no_worker", "deadline_exceeded", "NeverFits", "context_length_exceeded"),
-            "message_too_large",
+            *("queue_full", "slo", "no_worker", "deadline_exceeded", "context_length_exceeded", "invalid_value"),
+            *("message_too_large", "purged"),
             *("forbidden", "grant_expired", "grant_invalid", "ingress_silent", "unlisted", "conflict"),
         ),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shared.contracts.errors import PURGED, ContextExceeded, InvalidInput, to_wire
 from shared.contracts.parts import SpanRecord
 from shared.telemetry import attributes as a
 from shared.telemetry import metric_names as names
@@ -107,6 +108,13 @@ def test_reasons_in_words(told: SpanRecord, words: tuple[str, ...]) -> None:
 def test_every_reason_that_is_counted_has_a_sentence(words: dict[str, str], metrics: tuple[Metric, ...]) -> None:
     counted = {reason for metric in metrics for reason in metric.labels["reason"]}
     assert counted - words.keys() - {"other"} == set()
+
+
+def test_every_way_to_place_and_to_refuse_is_counted_by_its_own_name() -> None:
+    assert set(names.PLACEMENTS.labels["reason"]) == set(reasons.LOCAL_WORDS)
+    # what a worker's "never", a purge and the door end a request with
+    ends = {to_wire(error).code.rpartition("/")[2] for error in (ContextExceeded("x"), InvalidInput("x"))}
+    assert ends | {PURGED, "queue_full", "slo"} <= set(names.QUEUE_REFUSALS.labels["reason"])
 
 
 def test_a_span_that_decided_nothing_says_nothing() -> None:
