@@ -25,6 +25,7 @@ from shared.contracts import subjects
 from shared.contracts.ids import WorkerId
 from shared.contracts.parts import SpanRecord
 from shared.contracts.sampling import SamplingParams
+from shared.kv.transfer_wire import CLOSED, TIMED_OUT
 from shared.lifecycle.ready import READY_VARIABLE, read_ready
 from shared.security.grant_signature import public_pem
 from tests.certificates import Authority
@@ -44,25 +45,34 @@ pytestmark = pytest.mark.timeout(240)
 
 @dataclass
 class Relay:
-    """Passes bytes on between a decode worker and the source behind it, until `stop_after` bytes of the source came."""
+    """Passes bytes on between a decode worker and the source behind it, until `stop_after` bytes of the source came.
+
+    It keeps the source's port until that listens: bound and not listened on, which nobody is given who asks for any.
+    """
 
     port: int = 0
     stop_after: int = sys.maxsize
     passed: int = 0
     stalled: threading.Event = field(default_factory=threading.Event)
+    _kept: socket.socket = field(init=False)
+    _listener: socket.socket = field(init=False)
     _sockets: list[socket.socket] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         while True:  # a port that is free at both addresses
-            with socket.create_server((SOURCE_HOST, 0)) as probe:
-                self.port = probe.getsockname()[1]
-                with contextlib.suppress(OSError):
-                    self._listener = socket.create_server((RELAY_HOST, self.port))
-                    break
+            self._kept = socket.socket()
+            self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._kept.bind((SOURCE_HOST, 0))
+            self.port = self._kept.getsockname()[1]
+            try:
+                self._listener = socket.create_server((RELAY_HOST, self.port))
+                break
+            except OSError:
+                self._kept.close()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        for sock in (self._listener, *self._sockets):
+        for sock in (self._kept, self._listener, *self._sockets):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
@@ -259,5 +269,6 @@ async def test_the_source_is_killed_in_mid_pull(machines: Machines) -> None:
         assert final.totals is not None
         assert final.totals.received_tokens < len(prompt) - 1
         span = await pull_span(spans)
-        assert str(span.attributes["baton.reason"]).partition(":")[0] == "transfer_closed"
+        # on a slow machine the silence may have been long enough before the kill came
+        assert str(span.attributes["baton.reason"]).partition(":")[0] in (CLOSED, TIMED_OUT)
         await d.idle([machines.decode.id], WAIT_S)
