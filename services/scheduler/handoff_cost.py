@@ -24,7 +24,8 @@ class HandoffCost:
 
     def bytes_s(self, source: WorkerId, source_end: KvEnd, sink_end: KvEnd, links: Iterable[KvLink]) -> float:
         """How fast the sink pulls from `source`: as it measured, else as it measured of others by the same way, else as
-        set here. 0 where there is no way, or the last try did not reach the source.
+        set here. 0 where there is no way, or the last try did not reach the source. Where the source's pool could not
+        be mapped although it lies where the sink's does, what came over TCP instead is what counts.
 
         Args:
             links: what the sink's beat tells of its pulls.
@@ -32,6 +33,9 @@ class HandoffCost:
         path = transfer_path(sink_end, source_end)
         if path == NO_PATH:
             return 0.0
+        links = tuple(links)
+        if path != TCP and any(link.worker == source and link.path == TCP for link in links):
+            path = TCP
         alike = [link for link in links if (link.path == TCP) == (path == TCP)]
         own = next((link for link in alike if link.worker == source), None)
         if own is not None and own.failed:

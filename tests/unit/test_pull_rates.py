@@ -88,6 +88,14 @@ def test_the_rate_of_a_pair_is_its_own_else_the_ways_else_the_default() -> None:
     assert COST.bytes_s(P1, HERE, HERE, (KvLink(P1, "cuda_ipc", 4e10),)) == 4e10
 
 
+@pytest.mark.parametrize(("failed", "bytes_s"), [(False, 7e7), (True, 0.0)])
+def test_a_pool_that_could_not_be_mapped_after_all_costs_what_tcp_costs(failed: bool, bytes_s: float) -> None:
+    """The ends lie together, and what came from there came over TCP."""
+    links = (KvLink(P2, "shared_memory", 9e9), KvLink(P1, "tcp", 7e7, failed=failed))
+    assert COST.bytes_s(P1, HERE, HERE, links) == bytes_s
+    assert COST.bytes_s(P2, HERE, HERE, links) == 9e9
+
+
 @pytest.mark.parametrize(
     "address", [KvAddress("127.0.0.1", 5, False), KvAddress("::1", 65535, True), KvAddress("h", 1, True)]
 )
