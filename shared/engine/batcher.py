@@ -151,19 +151,14 @@ class Batcher:
         seq.truncate(num_output_tokens)
         return self._end_from_outside(seq, STOP)
 
-    def cancel(self, seq_id: str, *, wipe: bool = False) -> Totals | None:
+    def cancel(self, seq_id: str) -> Totals | None:
         """End a sequence where it stands; its totals, or None when it is not held.
 
         The pin of a sequence that only computes is dropped: a peer still pulling finds a digest that differs.
-
-        Args:
-            wipe: its own blocks lose their tags and are zeroed before any reuse: what a purge asks for.
         """
         seq = self._sequences.get(seq_id)
         if seq is None:
             return None
-        if wipe:
-            condemn(self.pool, seq)
         return self._end_from_outside(seq, CANCELLED)
 
     def preempt(self, seq_id: str) -> bool:
@@ -283,10 +278,6 @@ class Batcher:
     def tag(self, group: int, block_id: int, generation: int, tag: BlockTag, token_ids: Seq[int]) -> bool:
         """Make a completed block findable; see `GroupPool.tag` for when the answer is False."""
         return self.pool.groups[group].tag(block_id, generation, tag, token_ids)
-
-    def forget(self, group: int, tags: Iterable[BlockTag]) -> int:
-        """Purge tagged blocks; see `GroupPool.forget`."""
-        return self.pool.groups[group].forget(tags)
 
     def purge(self, tenant: TenantId, below: ScopeGeneration) -> tuple[tuple[int, ...], ...]:
         """End the tenant's sequences of generations below `below`, and have every block overwritten that may hold bytes

@@ -255,20 +255,6 @@ class GroupPool:
             if block.tag is not None:
                 self._untag(block_id)
 
-    def forget(self, tags: Iterable[BlockTag]) -> int:
-        """What a purge asks for: blocks of these tags can't be matched from now on and are zeroed before any reuse.
-
-        Returns:
-            How many of the tags were held. Blocks in use are zeroed when their last owner lets go.
-        """
-        block_ids = [self._by_tag[tag] for tag in tags if tag in self._by_tag]
-        for block_id in block_ids:
-            if block_id in self._cached:
-                self._clean(block_id)
-            else:
-                self.condemn([block_id])
-        return len(block_ids)
-
     def purge(self, tenant: TenantId, below: ScopeGeneration) -> tuple[int, ...]:
         """Every block that holds, or may hold, bytes of the tenant from generations below `below`: those nobody uses go
         to the cleaner now, those in use when their last owner lets go. Cached ones are forgotten.

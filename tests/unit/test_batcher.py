@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shared.contracts.ids import TenantId
+from shared.contracts.ids import ScopeGeneration, TenantId
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum
 from shared.engine.batcher_config import BatcherConfig
@@ -268,12 +268,17 @@ def test_cancel_frees_at_once_when_nothing_is_in_flight_and_is_fenced_otherwise(
 
 def test_a_purge_zeroes_what_was_cached_and_what_was_running() -> None:
     batcher = make_batcher(num_blocks=8)
-    batcher.reserve(make_spec("a", prompt=8, max_tokens=2))
+    batcher.reserve(make_spec("a", prompt=8, max_tokens=2, tenant=TenantId("t")))
     [tags] = tag_all(batcher, run_dry(batcher))
-    batcher.reserve(make_spec("b", prompt=9, max_tokens=4, tags=(tuple(tags),)))
-    assert batcher.forget(0, tags) == 2
-    assert batcher.take_blocks_to_zero() == ()  # b still reads them
-    batcher.cancel("b", wipe=True)
+    batcher.reserve(make_spec("b", prompt=9, max_tokens=4, tags=(tuple(tags),), tenant=TenantId("t")))
+    plan = batcher.plan()
+    assert plan is not None
+    blocks = batcher.purge(TenantId("t"), ScopeGeneration(1))
+    tail = batcher.take_blocks_to_zero()
+    assert len(tail) == 1  # what the step in flight still reads or writes comes when it has ended
+    batcher.zeroed(tail)
+    assert batcher.pool.num_purged(blocks) == 3
+    batcher.commit(output_of(plan))
     dirty = batcher.take_blocks_to_zero()
     assert len(dirty) == 3
     batcher.zeroed(dirty)

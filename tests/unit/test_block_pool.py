@@ -304,17 +304,6 @@ class PoolMachine(RuleBasedStateMachine):
         for block_id in table:
             self.drop_tags_of(block_id)
 
-    @rule(contents=st.lists(st.integers(0, 4), max_size=3, unique=True))
-    def forget(self, contents: list[int]) -> None:
-        tags = [BlockTag(bytes([c])) for c in contents]
-        held = [self.tagged[tag][0] for tag in tags if tag in self.tagged]
-        idle = [block_id for block_id in held if self.references()[block_id] == 0]
-        assert self.pool.forget(tags) == len(held)
-        self.cleaning += idle
-        self.condemned |= set(held)
-        for block_id in held:
-            self.drop_tags_of(block_id)
-
     @rule(tenant=st.sampled_from("ab"), below=st.integers(1, 3))
     def purge(self, tenant: str, below: int) -> None:
         matching = {owner for owner in OWNERS if owner[0] == tenant and owner[1] < below}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shared.contracts.ids import BlockTag
+from shared.contracts.ids import BlockTag, ScopeGeneration, TenantId
 from shared.contracts.sampling import SamplingParams
 from shared.contracts.tokens import completion_checksum
 from shared.engine.batcher import Batcher
@@ -195,13 +195,13 @@ def test_reservations_that_have_not_begun_go_first_and_cost_nothing() -> None:
 
 def test_one_that_has_not_begun_counts_as_cached_what_it_finds_when_it_begins() -> None:
     batcher = make_batcher(num_blocks=8, token_budget=9, max_num_seqs=8)
-    batcher.reserve(make_spec("first", prompt=8, max_tokens=1))
+    batcher.reserve(make_spec("first", prompt=8, max_tokens=1, tenant=TenantId("t")))
     [tags] = tag_all(batcher, run_dry(batcher))
     batcher.reserve(make_spec("w", prompt=9, max_tokens=1, await_kv=True, tags=(tuple(tags),)))
     assert batcher.preempt("w")
     assert not batcher.preempt("w")
     assert batcher.gauges().preemptions == 0
-    batcher.forget(0, tags)
+    batcher.purge(TenantId("t"), ScopeGeneration(1))
     batcher.zeroed(batcher.take_blocks_to_zero())
     batcher.release("w")
     end = next(u for u in run_dry(batcher) if u.finish)
@@ -271,16 +271,17 @@ def test_what_is_still_cached_is_shared_again_with_generated_blocks_among_it() -
 
 
 def test_purged_blocks_are_not_found_again_and_a_purge_reaches_those_that_were_taken() -> None:
-    batcher = two_that_need_six_of_five()
+    batcher = two_that_need_six_of_five(tenant=TenantId("t"))
     tags: list[BlockTag] = []
     while batcher.gauges().preemptions == 0:
         tags += tag_all(batcher, [u for u in step(batcher) if u.seq_id == "b"])[0]
     assert len(tags) == 2
-    assert batcher.forget(0, tags[:1]) == 1
-    batcher.cancel("b", wipe=True)
+    blocks = batcher.purge(TenantId("t"), ScopeGeneration(1))
     dirty = batcher.take_blocks_to_zero()
     assert len(dirty) == 2
     batcher.zeroed(dirty)
+    assert batcher.pool.num_purged(blocks) == 0
+    assert batcher.pool.groups[0].match(tags, range(99)) == []
     batcher.check()
 
 
