@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,14 +17,21 @@ from services.cli.nats_config import check_tenant
 from services.cli.policy_admin import ask_policy
 from services.cli.state import state_path
 from shared.contracts import admin_messages as am
-from shared.contracts.errors import BatonError, InvalidInput
+from shared.contracts.errors import BatonError, InvalidInput, Unavailable
 from shared.lifecycle.plain_text import one_line
 from shared.security.grant_signature import load_public_keys
 from shared.security.receipts import verify_receipt
 
 PENDING = 3
 """Exit code while somebody has not acknowledged."""
+WAIT_S = 30.0
 LOOK_S = 0.3
+FOREIGN = {
+    "tenant": ("gone", "key"),
+    "status": ("cache_only", "remove", "reason", "wait", "key"),
+    "verify": ("cache_only", "remove", "reason", "wait", "gone"),
+}
+"""Options that say nothing to each of the three."""
 
 
 class ReceiptFile(msgspec.Struct):
@@ -61,19 +69,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reason", default="", metavar="TEXT", help="kept on the receipt")
     gone = "with --status ID: the memory of its machine is lost, do not wait for it"
     parser.add_argument("--gone", default=[], action="append", metavar="WORKER", help=gone)
-    parser.add_argument("--wait", type=float, default=30.0, metavar="S", help="for the owners of copies (default: 30)")
+    parser.add_argument("--wait", type=float, metavar="S", help=f"for the owners of copies (default: {WAIT_S:.0f})")
     parser.add_argument("--key", metavar="FILE", help="with --verify: policy's public key (default: the stack's)")
     parser.add_argument("--json", action="store_true", help="one JSON line")
     return parser
 
 
 def _run(options: argparse.Namespace, env: Mapping[str, str], parser: argparse.ArgumentParser) -> int:
-    if options.verify:
-        return _verify(options, env)
-    if options.status is not None:
-        return _status(options, env)
-    if not options.tenant:
+    asked = next((name for name in FOREIGN if getattr(options, name) is not None), None)
+    if asked is None:
         parser.error("one of --tenant, --status and --verify is needed")
+    for name in FOREIGN[asked]:
+        if getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} does not go with --{asked}")
+    if asked == "verify":
+        return _verify(options, env)
+    if asked == "status":
+        return _status(options, env)
     ask = am.PurgeStart(
         tenant=check_tenant(options.tenant),
         reason=options.reason,
@@ -81,10 +93,12 @@ def _run(options: argparse.Namespace, env: Mapping[str, str], parser: argparse.A
         remove=options.remove,
     )
     (signed,) = ask_policy(env, ask, am.Purges).receipts
-    deadline = time.monotonic() + options.wait
+    print(f"baton purge: {_opened(signed).purge_id} is ordered", file=sys.stderr)
+    deadline = time.monotonic() + (WAIT_S if options.wait is None else options.wait)
     while not (receipt := _opened(signed)).complete and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-        (signed,) = ask_policy(env, am.PurgeQuery(purge_id=receipt.purge_id), am.Purges).receipts
+        with suppress(Unavailable):  # the order stands: policy goes on with it when it is back
+            (signed,) = ask_policy(env, am.PurgeQuery(purge_id=receipt.purge_id), am.Purges).receipts
     _print(signed, options.json)
     return 0 if receipt.complete else PENDING
 
