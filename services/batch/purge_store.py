@@ -57,6 +57,7 @@ class PurgeStore:
 
     async def _pass(self, tenant: TenantId, before_us: int, counts: dict[str, int]) -> None:
         prefix, cursor = self._keys.of(tenant, ""), 0
+        closed: list[str] = []
         while True:
             cursor, found = await self._redis.execute("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", AT_ONCE)
             names: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -68,9 +69,13 @@ class PurgeStore:
                     counts["files"] += await self._file(tenant, FileId(name), before_us)
                 elif kind == "job" and name != QUEUE_BATCH:
                     counts["batches"] += await self._job(tenant, BatchId(name), keys, before_us)
+                elif kind == "once":
+                    closed += keys
             if not (cursor := int(cursor)):
                 break
         counts["batches"] += await self._lines(tenant, before_us)
+        for key in closed:
+            await self._closed(tenant, key)
         await self._rest(tenant)
 
     async def _file(self, tenant: TenantId, file_id: FileId, before_us: int) -> int:
@@ -78,6 +83,11 @@ class PurgeStore:
         keys += [self._keys.of(tenant, name) for name in ("stored", "uploads", "expiry", "files")]
         keys += [self._keys.of(tenant, "files", purpose) for purpose in (PURPOSE_INPUT, PURPOSE_OUTPUT)]
         return int(await self._redis.script(_FILE, keys, (file_id, before_us)))
+
+    async def _closed(self, tenant: TenantId, key: str) -> None:
+        file_id = await self._redis.execute("GET", key)
+        if file_id and not await self._redis.execute("EXISTS", self._keys.file(tenant, FileId(file_id.decode()))):
+            await self._redis.execute("UNLINK", key)
 
     async def _job(self, tenant: TenantId, batch_id: BatchId, found: Sequence[str], before_us: int) -> int:
         keys = [self._keys.job(tenant, batch_id), self._keys.job(tenant, batch_id, "tokens")]

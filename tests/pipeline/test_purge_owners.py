@@ -151,7 +151,7 @@ async def test_a_purge_takes_files_batches_and_queue_of_one_tenant(redis_server:
     async with batch_store(redis_server) as (store, redis, prefix):
         for tenant in (ANN, BOB):
             await job_in_progress(store, 3, tenant)
-            await upload(store, b"some lines", tenant)
+            await store.files.close(tenant, await upload(store, b"some lines", tenant), once="once-1")
             await store.queue.slot(tenant, "1-1", "c", 1)
         others = sorted((await everything(redis, f"{prefix}:{{{BOB}}}")).split(b"\n"))
         order = order_for(ANN, ordered_s=await redis.now_s())
