@@ -190,7 +190,7 @@ class Purges:
         ids = await self._store.open_ids()
         self._metrics.set(names.PURGES_PENDING, len(ids))
         looks = (partial(self._go_on, purge_id) for purge_id in ids)
-        steps = [partial(self._tell_newcomers, ids), self._end_lost_boots, *looks]
+        steps: list[Callable[[], Awaitable[None]]] = [partial(self._tell_newcomers, ids), self._end_lost_boots, *looks]
         failed: BatonError | None = None
         for step in steps:
             try:
