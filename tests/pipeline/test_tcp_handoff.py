@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +15,7 @@ from shared.contracts import messages as m
 from shared.contracts import subjects
 from shared.contracts.parts import Totals
 from shared.contracts.sampling import SamplingParams
-from shared.engine.step_plan import StepPlan
-from shared.engine.worker_engine import WorkerEngine, WorkerOptions
+from shared.engine.worker_engine import WorkerOptions
 from shared.kv.handoff import Pull
 from shared.kv.transfer import PullResult, Transport
 from shared.kv.transfer_options import TransferOptions
@@ -136,42 +134,6 @@ async def test_a_source_that_is_lost_between_pulls(model_dir: Path, tmp_path: Pa
         assert output == local
         assert totals.received_tokens == 0
         assert _failures(c, reason) == 1
-
-
-async def test_kv_found_bad_between_chunks_stays_while_a_peer_may_read_it(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with apart(model_dir, tmp_path) as c:
-        server, handoff, shell = c.prefill._server, c.decode.book.handoff, c.prefill.shell
-        assert server is not None
-        local = await c.local(PROMPT, a=attempt("req-l"), sampling=SAMPLED)
-        # the second chunk is planned when the pull of the first is about to begin, and is bad
-        monkeypatch.setattr(WorkerEngine, "are_finite", lambda core, blocks: all(block[3] == 0 for block in blocks))
-        batcher = await shell.call(lambda batcher: batcher)
-        plan, may_go_on = batcher.plan, threading.Event()
-
-        def one(now: float = 0.0, *, may_stretch: bool = False) -> StepPlan | None:
-            if any(seq.num_computed_tokens for seq in batcher._sequences.values()) and not may_go_on.is_set():
-                return None
-            return plan(now, may_stretch=may_stretch)
-
-        monkeypatch.setattr(batcher, "plan", one)
-        handoff._transport = held = Held(handoff._transport, 1)
-        running = asyncio.create_task(handed_off(c, "req-h"))
-        assert await asyncio.to_thread(held.reached.wait, 30)
-        [seq_id] = c.prefill._by_seq
-        may_go_on.set()
-        deadline = time.monotonic() + 30
-        while not await shell.call(lambda batcher: not batcher.holds(seq_id) or batcher._sequences[seq_id].finish):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
-        assert await shell.call(lambda batcher: batcher.holds(seq_id)), "its first block may be read"
-        assert len(server.leases) == 1
-        held.go.set()
-        output, totals = await running
-        assert output == local
-        assert totals.received_tokens == 16
-        assert _failures(c, "prefill_failed") == 1
 
 
 class Silent:
