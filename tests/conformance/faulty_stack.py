@@ -16,7 +16,7 @@ from tests.fault_switch import FOLDER_VARIABLE
 from tests.stack.running import MODEL, Baton, until
 
 DRAIN_S = 10
-STALL_S, HANG_S = 3, 14
+STALL_S, HANG_S = 3, 25
 
 
 def faulty_stack(folder: Path, *flags: str, **settings: Any) -> Iterator[Baton]:

@@ -96,7 +96,8 @@ def test_op68_green_health_on_a_dead_engine(fakes: Baton) -> None:
     """The three ways to die at once, as the pool has three workers: a step that is blocked, SIGSTOP and SIGKILL."""
     expected = Stream(fakes, PROMPT, 2000).end().text
     assert readiness(fakes) == (200, dict.fromkeys(readiness(fakes)[1], True))
-    # Given a stream on one of the two decode workers
+    # Given a stream on one of the two decode workers, which is the only thing that any of them holds
+    until(lambda: not any(w["attempts"] for w in fakes.get("/baton/cluster")["workers"]), 30)
     caught = Stream(fakes, PROMPT, 2000).flowing()
     workers = {w["id"]: pid_of(fakes, w["id"]) for w in fakes.get("/baton/cluster")["workers"]}
     stuck = busy_worker(fakes, "decode")
