@@ -18,7 +18,16 @@ from pathlib import Path
 
 from shared.settings.load import ROOT
 
-COMPUTING = ("tests/unit", "tests/contracts")
+COMPUTING = (
+    "tests/unit",
+    "tests/contracts",
+    "tests/simulation",
+    "tests/pipeline/test_equivalence.py",
+    "tests/pipeline/test_equivalence_quant.py",
+    "tests/conformance/test_op_speculation.py",
+    "tests/conformance/test_op_quantized_kv.py",
+    "tests/conformance/test_op_poisoned_kv.py",
+)
 """Tests that need no services."""
 LOOK_S = 0.5
 
@@ -68,9 +77,9 @@ def run_tests(rest: Sequence[str], long: bool) -> int:
     if rest or long:
         return subprocess.run(pytest_command(rest, long), check=False).returncode
     with beside(pytest_command(COMPUTING, long)) as computing:
-        others = ["tests", *(f"--ignore={folder}" for folder in COMPUTING)]
+        others = ["tests", *(f"--ignore={path}" for path in COMPUTING)]
         code = subprocess.run(pytest_command(others, long), check=False).returncode
-        print(f"\n{' and '.join(COMPUTING)}, run at the same time:", flush=True)
+        print(f"\n{', '.join(COMPUTING)}, run at the same time:", flush=True)
         return computing.show() or code
 
 

@@ -30,7 +30,9 @@ ON_A_STACK = {
     "./baton restart decode": "decode-1: restarted",
     "./baton keys show": "admin",
     "./baton keys create acme": "sk-baton-",
+    "./baton keys terms acme --weight 4 --class analysis": "analysis",
     "./baton keys list": "acme",
+    "./baton purge --tenant acme": "purge",
     "./baton config check": "baton.toml: ok",
     "./baton doctor": "./baton up can start here",
     "./baton down": "stopped",
@@ -41,6 +43,7 @@ ELSEWHERE = {
     "./baton test": "what runs this very test",
     "./baton bench smoke": "test_bench_smoke, in the long run",
     "./baton bench engine": "unit/test_engine_bench",
+    "./baton bench speculation": "unit/test_speculation_bench",
     "./baton bench peers": "unit/test_peers",
 }
 
