@@ -95,7 +95,8 @@ async def test_a_stopped_prefill_worker_harms_nobody(tmp_path: Path) -> None:
         with worker("prefill", tmp_path, nats.url) as prefill, worker("decode", tmp_path, nats.url) as decode:
             async with driver(nats.url) as d:
                 await stopped_across_the_lease(d, decode, prefill)
-        assert list((tmp_path / "kv").iterdir()) == []
+        # Marks of pools that are gone wait for a policy, which is not here
+        assert {file.suffix for file in (tmp_path / "kv").iterdir()} <= {".wiped"}
     finally:
         nats.kill(signal.SIGTERM)
 
