@@ -96,7 +96,8 @@ async def test_a_stopped_prefill_worker_harms_nobody(tmp_path: Path) -> None:
             async with driver(nats.url) as d:
                 await stopped_across_the_lease(d, decode, prefill)
         # Marks of pools that are gone wait for a policy, which is not here
-        assert {file.suffix for file in (tmp_path / "kv").iterdir()} <= {".wiped"}
+        left = {file.name for file in (tmp_path / "kv").iterdir()}
+        assert left == {f"{one.id}.wiped" for one in (prefill, decode)}
     finally:
         nats.kill(signal.SIGTERM)
 

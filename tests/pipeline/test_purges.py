@@ -307,6 +307,16 @@ async def test_who_is_not_there_stays_pending_and_is_told_when_it_comes_back(red
     await worker.close()
 
 
+async def until_told(policy: Policy, orders: PurgeOrders) -> None:
+    """Policy sweeps until an owner that came later knows of the tenant's purge."""
+
+    async def knows() -> bool:
+        await policy.purges.sweep()
+        return orders.generations.is_over(Scope(ACME))
+
+    await until(knows)
+
+
 async def test_a_worker_that_began_after_a_purge_hears_of_it_while_old_grants_may_live(redis: RedisStore) -> None:
     broker = MemoryBroker()
     async with index_on(broker, redis), policy_on(broker, redis) as policy, policy_bus(broker, "decode") as bus:
@@ -316,11 +326,7 @@ async def test_a_worker_that_began_after_a_purge_hears_of_it_while_old_grants_ma
         orders.generations.require_live(Scope(ACME))
         await bus.publish(subjects.worker_beat(WorkerId("decode-1")), beat_of("decode-1"))
 
-        async def knows() -> bool:
-            await policy.purges.sweep()
-            return orders.generations.is_over(Scope(ACME))
-
-        await until(knows)
+        await until_told(policy, orders)
         await orders.stop()
 
 
@@ -343,11 +349,7 @@ async def test_who_comes_while_others_are_told_is_told_too(redis: RedisStore) ->
         policy.bus.publish = publish_then_come  # type: ignore[method-assign]
         await bus.publish(subjects.worker_beat(WorkerId("decode-1")), beat_of("decode-1"))
 
-        async def knows() -> bool:
-            await policy.purges.sweep()
-            return orders.generations.is_over(Scope(ACME))
-
-        await until(knows)
+        await until_told(policy, orders)
         await orders.stop()
 
 
@@ -534,11 +536,7 @@ async def test_an_ingress_is_waited_for_as_long_as_its_lease_and_told_when_it_is
         await orders.start()
         watch.beat(gateway, (), now())
 
-        async def knows() -> bool:
-            await policy.purges.sweep()
-            return orders.generations.is_over(Scope(ACME))
-
-        await until(knows)
+        await until_told(policy, orders)
         await orders.stop()
         await bus.close()
 
